@@ -1,0 +1,18 @@
+# The README's two commands. Each sets up all that it needs first; see tools/setup.sh.
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint
+
+demo:
+	tools/setup.sh demo
+	.venv/bin/python -m north_jax.main --config=configs/demo.py --workdir=runs/demo
+
+test: 
+	tools/setup.sh test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest $(TESTS)
+
+lint:
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .

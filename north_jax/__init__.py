@@ -1,0 +1,1 @@
+"""north_jax: post-train North Mini Code on JAX."""

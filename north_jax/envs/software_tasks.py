@@ -1,0 +1,142 @@
+"""Software tasks: a small Python repository with a bug, an issue text, and unit tests that fail before and pass after.
+
+The repository's own test file is there for the agent to run. The verifier has its own: it calls the repository's code in
+a child process that knows the calls but not the values they must give, so that code which merely ends the process, or
+patches the tests, passes nothing.
+"""
+
+from north_jax.envs.tasks import Draft, Replace, Run, Step, Words, template
+
+_RUN_TESTS = """
+for name, test in list(globals().items()):
+    if name.startswith("test_"):
+        test()
+print("ok")
+"""
+
+# Deletes itself before the agent's code runs: what is expected is then in this process's memory alone.
+_CHECK = """
+import os, sys
+os.unlink(__file__)
+want = {want!r}
+read, write = os.pipe()
+if os.fork() == 0:
+    os.dup2(write, 1)
+    code = "import os, sys; sys.path.insert(0, os.getcwd()); from {module} import *; print([{calls}])"
+    os.execv(sys.executable, [sys.executable, "-S", "-c", code])
+os.close(write)
+with open(read) as out:
+    got = out.read().strip()
+sys.exit(os.wait()[1] != 0 or got != want)
+"""
+
+
+def _draft(
+    w: Words, issue: list[str], module: str, source: str, checks: list[tuple[str, object]], old: str, new: str
+) -> Draft:
+    """The repository {module}.py + test.py; `checks` are (call, value); replacing `old` by `new` mends the source."""
+    if source.count(old) != 1:
+        raise ValueError(f"the text to replace, {old!r}, must be in the source exactly once")
+    tests = "\n\n".join(f"def test_{i}():\n    assert {call} == {value!r}\n" for i, (call, value) in enumerate(checks))
+    path = f"{module}.py"
+    calls = ", ".join(call for call, _ in checks)
+    check = _CHECK.format(want=repr([value for _, value in checks]), module=module, calls=calls)
+    return Draft(
+        instruction=w.rng.choice(issue),
+        files={path: source, "test.py": f"from {module} import *\n\n\n{tests}\n{_RUN_TESTS}"},
+        verifier='python3 -S "$VERIFIER_DIR/check.py"',
+        verifier_files={"check.py": check},
+        solution=(
+            Step("read the code", Run(f"cat {path}")),
+            Step("fix the code", Replace(path, old, new)),
+            Step("run the tests", Run("python3 test.py")),
+        ),
+    )
+
+
+@template("software")
+def wrong_operator(w: Words) -> Draft:
+    m, f, p, q = w.many(4)
+    right, wrong = w.rng.sample(["+", "-", "*"], 2)
+    verb = {"+": "add", "-": "subtract", "*": "multiply"}[right]
+    return _draft(
+        w, [f"In {m}.py {f} must {verb} its arguments.", f"Bug in {m}.py: {f} does not {verb}."],
+        m, f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
+        [(f"{f}({a}, {b})", {"+": a + b, "-": a - b, "*": a * b}[right]) for a, b in ((7, 3), (5, 4))], f"{p} {wrong} {q}", f"{p} {right} {q}",
+    )
+
+
+@template("software")
+def wrong_constant(w: Words) -> Draft:
+    m, f, p = w.many(3)
+    right, wrong = w.rng.sample(range(2, 10), 2)
+    return _draft(
+        w, [f"In {m}.py {f} must multiply by {right}.", f"Bug in {m}.py: {f} does not multiply by {right}."],
+        m, f"def {f}({p}):\n    return {p} * {wrong}\n", [(f"{f}({a})", a * right) for a in (1, 3)],
+        f"{p} * {wrong}", f"{p} * {right}",
+    )
+
+
+@template("software")
+def wrong_text(w: Words) -> Draft:
+    m, f, right, wrong = w.many(4)
+    return _draft(
+        w, [f"In {m}.py {f} must return {right}.", f"Bug in {m}.py: {f} does not return {right}."],
+        m, f"def {f}():\n    return '{wrong}'\n", [(f"{f}()", right)], wrong, right,
+    )
+
+
+@template("software")
+def wrong_argument(w: Words) -> Draft:
+    m, f, p, q = w.many(4)
+    return _draft(
+        w, [f"In {m}.py {f} must return {p}.", f"Bug in {m}.py: {f} does not return {p}."],
+        m, f"def {f}({p}, {q}):\n    return {q}\n", [(f"{f}(1, 2)", 1), (f"{f}(4, 3)", 4)],
+        f"return {q}", f"return {p}",
+    )
+
+
+@template("software")
+def wrong_comparison(w: Words) -> Draft:
+    m, f, p, q = w.many(4)
+    right, wrong = w.rng.choice(["><", "<>"])
+    word = {">": "larger", "<": "smaller"}[right]
+    return _draft(
+        w, [f"In {m}.py {f} must tell if {p} is {word}.", f"Bug in {m}.py: {f} does not tell if {p} is {word}."],
+        m, f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n", [(f"{f}(2, 1)", right == ">"), (f"{f}(1, 2)", right == "<")],
+        f"{p} {wrong} {q}", f"{p} {right} {q}",
+    )
+
+
+@template("software")
+def wrong_index(w: Words) -> Draft:
+    m, f, p = w.many(3)
+    right, wrong = w.rng.sample([0, 1, -1], 2)
+    which = {0: "first", 1: "second", -1: "last"}[right]
+    return _draft(
+        w, [f"In {m}.py {f} must return the {which} item.", f"Bug in {m}.py: {f} does not return the {which} item."],
+        m, f"def {f}({p}):\n    return {p}[{wrong}]\n", [(f"{f}([4, 5, 6])", [4, 5, 6][right]), (f"{f}([7, 8, 9])", [7, 8, 9][right])],
+        f"{p}[{wrong}]", f"{p}[{right}]",
+    )
+
+
+@template("software")
+def missing_return(w: Words) -> Draft:
+    m, f, p = w.many(3)
+    n = w.rng.randint(2, 9)
+    return _draft(
+        w, [f"In {m}.py {f} returns nothing.", f"Bug in {m}.py: {f} has no return."],
+        m, f"def {f}({p}):\n    {p} + {n}\n", [(f"{f}({a})", a + n) for a in (1, 5)],
+        f"{p} + {n}", f"return {p} + {n}",
+    )
+
+
+@template("software")
+def wrong_default(w: Words) -> Draft:
+    m, f, p, q = w.many(4)
+    right, wrong = w.rng.sample(range(2, 10), 2)
+    return _draft(
+        w, [f"In {m}.py the default of {q} must be {right}.", f"Bug in {m}.py: the default of {q} is not {right}."],
+        m, f"def {f}({p}, {q}={wrong}):\n    return {p} + {q}\n", [(f"{f}(1)", 1 + right), (f"{f}(1, 1)", 2)],
+        f"{q}={wrong}", f"{q}={right}",
+    )

@@ -1,0 +1,116 @@
+"""Evaluation runs: every task sampled several times with several seeds, kept on disk as they finish."""
+
+import asyncio
+import dataclasses
+import json
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from north_jax.agents.harness import HARNESSES
+from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
+from north_jax.chat.format import ChatFormat
+from north_jax.envs.pool import SandboxPool
+from north_jax.envs.tasks import Task
+from north_jax.sampler.client import SamplerClient
+from north_jax.sampler.process import SamplerProcess
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One rollout wanted: `seed` is the evaluation seed, `number` counts the samples of the task under it."""
+
+    task: Task
+    harness: str
+    seed: int
+    number: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.task.id}/{self.seed}/{self.number}"
+
+    @property
+    def sampling_seed(self) -> int:
+        """Fixed by the key, so that a run repeated with the same weights draws the same tokens."""
+        return zlib.crc32(self.key.encode()) >> 2
+
+
+def plan(tasks: Sequence[Task], harnesses: Sequence[str], *, samples: int, seeds: Sequence[int]) -> list[Sample]:
+    """`samples` rollouts per task and seed; tasks take the harnesses in turn, a task always the same one."""
+    return [
+        Sample(task, harnesses[i % len(harnesses)], seed, number)
+        for seed in seeds
+        for i, task in enumerate(tasks)
+        for number in range(samples)
+    ]
+
+
+def evaluate(
+    wanted: Sequence[Sample],
+    path: Path,
+    *,
+    checkpoint: Path,
+    chat: ChatFormat,
+    sampler: SamplerProcess,
+    pool: SandboxPool,
+    sampling: Sampling,
+    label: str,
+) -> dict[str, Rollout]:
+    """Plays the wanted samples against the sampler serving `checkpoint`; returns {key: rollout}.
+
+    Finished rollouts are appended to `path` and not played again. An episode whose sandbox died is played once more.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done: dict[str, Rollout] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a run that was killed
+                continue
+            done[record.pop("key")] = Rollout(**record)
+    missing = [sample for sample in wanted if sample.key not in done]
+
+    async def play() -> None:
+        slots = asyncio.Semaphore(pool.size)
+        with (
+            ThreadPoolExecutor(pool.size) as threads,
+            path.open("a") as out,
+            tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
+        ):
+            client = SamplerClient(
+                sampler.url, vocab_size=chat.tokenizer.vocab_size, context=sampling.context, timeout_s=120
+            )
+            async with client:
+
+                async def one(sample: Sample) -> None:
+                    async with slots:
+                        rollout = await play_to_the_end(
+                            sample.task,
+                            sample.harness,
+                            chat=chat,
+                            client=client,
+                            pool=pool,
+                            threads=threads,
+                            sampling=sampling,
+                            seed=sample.sampling_seed,
+                        )
+                    done[sample.key] = rollout
+                    out.write(json.dumps({"key": sample.key, **dataclasses.asdict(rollout)}) + "\n")
+                    bar.update()
+
+                sampler.checkpoint = checkpoint
+                if not await asyncio.to_thread(sampler.ensure_alive):
+                        await client.update_weights(checkpoint, json.loads((checkpoint / "north_manifest.json").read_text())["weight_version"])
+                watch = asyncio.create_task(sampler.keep_alive())
+                async with asyncio.TaskGroup() as group:
+                    for sample in missing:
+                        group.create_task(one(sample))
+                watch.cancel()
+
+    if missing:
+        asyncio.run(play())
+    return {sample.key: done[sample.key] for sample in wanted}

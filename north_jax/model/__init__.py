@@ -1,0 +1,16 @@
+"""The decoder's arithmetic and nothing else: no files, no training, no HTTP.
+
+Shapes live in names, one capital letter per axis:
+
+    B batch (rows, or slots of a cache)   S query length       T key length
+    D model width                         H query heads        G key/value heads
+    R query heads per key/value head      K head width         E experts
+    C experts chosen per token            F feed-forward width V vocabulary
+    L layers                              N flattened tokens (B * S)
+"""
+
+from north_jax.model.cache import Cache, init_cache
+from north_jax.model.config import ModelConfig
+from north_jax.model.decoder import Decoder
+
+__all__ = ["Cache", "Decoder", "ModelConfig", "init_cache"]

@@ -1,0 +1,231 @@
+"""The decoder: Flax NNX modules hold the parameters, the functions of this room do the arithmetic.
+
+Every block reads one norm and adds both branches to one residual: x + attention(norm(x)) + feed_forward(norm(x)).
+Each parameter carries the logical name of each of its axes (`axes`); `north_jax/parallel` maps them to a mesh.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from north_jax.model import attention, moe, norm, rope
+from north_jax.model import cache as kv
+from north_jax.model.cache import Cache
+from north_jax.model.config import ModelConfig
+
+Trace = dict[str, jax.Array] | None
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], scale: float, dtype) -> nnx.Param:
+    # Drawn in float32 and rounded, so that one seed gives one model whatever the type.
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * scale
+    return nnx.Param(value.astype(dtype), axes=axes)
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm without bias when the config has no `rms_norm_eps`."""
+
+    def __init__(self, config: ModelConfig, dtype):
+        self.scale_D = nnx.Param(jnp.ones((config.hidden_size,), dtype), axes=("embed",))
+        self.rms = config.rms_norm_eps is not None
+        self.eps = config.rms_norm_eps if self.rms else config.layer_norm_eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """The normalised input, same shape and type."""
+        normalise = norm.rms_norm if self.rms else norm.layer_norm
+        return normalise(x_BSD, self.scale_D[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Projections of one attention layer, and what is particular to it: window and rotary positions."""
+
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype):
+        D, H, G, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        new = functools.partial(_param, rngs, scale=config.initializer_range, dtype=dtype)
+        self.q_DHK = new((D, H, K), ("embed", "heads", "head_dim"))
+        self.k_DGK = new((D, G, K), ("embed", "kv_heads", "head_dim"))
+        self.v_DGK = new((D, G, K), ("embed", "kv_heads", "head_dim"))
+        self.o_HKD = new((H, K, D), ("heads", "head_dim", "embed"))
+        self.sliding, self.rotary = config.is_sliding(layer), config.uses_rope(layer)
+
+    def project(self, x_BSD: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, the first two turned by the `angles` (cos, sin) where the layer has positions."""
+
+        def heads(w_DHK: jax.Array) -> jax.Array:
+            # Flat: as an einsum over H and K, its gradient misses XLA's fast path on the CPU.
+            D, H, K = w_DHK.shape
+            return (x_BSD @ w_DHK.reshape(D, H * K)).reshape(*x_BSD.shape[:2], H, K)
+
+        q_BSHK, k_BSGK, v_BSGK = heads(self.q_DHK[...]), heads(self.k_DGK[...]), heads(self.v_DGK[...])
+        if self.rotary:
+            q_BSHK, k_BSGK = rope.rotate(q_BSHK, *angles), rope.rotate(k_BSGK, *angles)
+        return q_BSHK, k_BSGK, v_BSGK
+
+    def output(self, heads_BSHK: jax.Array) -> jax.Array:
+        """The heads mixed back into the model width."""
+        H, K, D = self.o_HKD.shape
+        return heads_BSHK.reshape(*heads_BSHK.shape[:2], H * K) @ self.o_HKD[...].reshape(H * K, D)
+
+
+class DenseMLP(nnx.Module):
+    """The gated MLP of a dense prefix layer."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
+        D, F = config.hidden_size, config.prefix_dense_intermediate_size
+        new = functools.partial(_param, rngs, scale=config.initializer_range, dtype=dtype)
+        self.gate_DF = new((D, F), ("embed", "mlp"))
+        self.up_DF = new((D, F), ("embed", "mlp"))
+        self.down_FD = new((F, D), ("mlp", "embed"))
+
+    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> jax.Array:
+        """The MLP's contribution to the residual."""
+        return moe.mlp(x_BSD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+
+
+class MoE(nnx.Module):
+    """The router and its experts, stacked over E."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype, kind: str):
+        D, E, F = config.hidden_size, config.num_experts, config.intermediate_size
+        new = functools.partial(_param, rngs, scale=config.initializer_range, dtype=dtype)
+        self.router_DE = new((D, E), ("embed", "router"))
+        self.gate_EDF = new((E, D, F), ("expert", "embed", "expert_mlp"))
+        self.up_EDF = new((E, D, F), ("expert", "embed", "expert_mlp"))
+        self.down_EFD = new((E, F, D), ("expert", "expert_mlp", "embed"))
+        self.config, self.kind = config, kind
+
+    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> jax.Array:
+        """The experts' contribution to the residual."""
+        config = self.config
+        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        logits_NE = jnp.einsum("ND,DE->NE", x_ND, self.router_DE[...], preferred_element_type=jnp.float32)
+        weights_NE, indices_NC = moe.route(
+            logits_NE, config.num_experts_per_tok, config.expert_selection_fn, config.norm_topk_prob
+        )
+        experts = self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...]
+        if self.kind == "dense":
+            out_ND = moe.experts_dense(x_ND, weights_NE, *experts)
+        else:
+            out_ND = moe.experts_grouped(x_ND, weights_NE, indices_NC, *experts)
+        if trace is not None:
+            B, S, _ = x_BSD.shape
+            chosen_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
+            trace[f"{prefix}/router_logits"] = logits_NE.reshape(B, S, -1)
+            trace[f"{prefix}/router_topk_weights"] = chosen_NC.reshape(B, S, -1)
+            trace[f"{prefix}/router_topk_indices"] = indices_NC.reshape(B, S, -1)
+        return out_ND.reshape(x_BSD.shape)
+
+
+class Layer(nnx.Module):
+    """One parallel block: norm, attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, moe_kind: str):
+        self.norm = Norm(config, dtype)
+        self.attention = Attention(config, layer, rngs, dtype)
+        self.mlp = DenseMLP(config, rngs, dtype) if config.is_dense(layer) else MoE(config, rngs, dtype, moe_kind)
+
+
+class Decoder(nnx.Module):
+    """The language model of `config`; see `hidden`, `logits` and `step`.
+
+    `moe="dense"` computes every expert and gates the result, best for a few small experts; `moe="grouped"` sorts the
+    tokens by expert and computes the chosen ones only. Both give the same numbers.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, moe: str = "dense"):
+        if moe not in ("dense", "grouped"):
+            raise ValueError(f"Decoder: moe {moe!r} is not known; choose 'dense' or 'grouped'")
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding_VD = _param(rngs, shape, ("vocab", "embed"), config.initializer_range, param_dtype)
+        self.layers = nnx.List([Layer(config, i, rngs, param_dtype, moe) for i in range(config.num_hidden_layers)])
+        self.norm = Norm(config, param_dtype)
+
+    def hidden(
+        self,
+        ids_BS: jax.Array,
+        *,
+        positions_BS: jax.Array | None = None,
+        segment_ids_BS: jax.Array | None = None,
+        trace: Trace = None,
+    ) -> jax.Array:
+        """The final hidden states x_BSD, after the last norm.
+
+        A token sees the tokens before it in its row that have its segment id; segment 0 is padding, whose output means
+        nothing. Without `positions_BS` every row counts from 0 (rotary positions are relative, so segments need not).
+        A `trace` dict, if given, receives the intermediate values by name.
+        """
+        S = ids_BS.shape[1]
+        if positions_BS is None:
+            positions_BS = jnp.arange(S)[None]
+        full, sliding = attention.row_masks(S, segment_ids_BS, self.config.window)
+
+        def attend(layer: Attention, q, k, v):
+            return attention.attend_rows(q, k, v, sliding if layer.sliding else full)
+
+        return self._blocks(ids_BS, positions_BS, attend, trace)
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        """Next-token logits over the vocabulary: logit_scale * x · embeddingᵀ, float32; any leading axes."""
+        logits = jnp.einsum("...D,VD->...V", x_BSD, self.embedding_VD[...], preferred_element_type=jnp.float32)
+        return logits * self.config.logit_scale
+
+    def __call__(self, ids_BS: jax.Array, **kwargs) -> jax.Array:
+        """`logits` of `hidden`, [B, S, V]; takes the arguments of `hidden`."""
+        return self.logits(self.hidden(ids_BS, **kwargs))
+
+    def step(
+        self,
+        ids_BS: jax.Array,
+        positions_BS: jax.Array,
+        cache: Cache,
+        *,
+        length: int | None = None,
+        slots_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Feeds S more tokens to each of B slots: (final hidden states x_BSD, the cache with their keys and values).
+
+        The token at position p is written to entry p of its slot and sees the entries up to p (in sliding layers the
+        last `window` of them), so everything before must have been fed to the slot, and the
+        tokens of a row must be consecutive. A token at a negative position is
+        padding: nothing is written and its output means nothing. Row b belongs to slot b, or to `slots_B[b]`; no slot
+        may occur twice. Only the first `length` entries (static) are read: it must exceed every position.
+        """
+        length = cache.length if length is None else min(length, cache.length)
+        full, sliding = kv.views(positions_BS, length, self.config.window)
+        rows_B = jnp.arange(ids_BS.shape[0]) if slots_B is None else slots_B
+        new_k, new_v = [], []
+
+        def attend(layer: Attention, q, k, v):
+            i = len(new_k)
+            k_BGKT, v_BGTK = kv.write(cache.k[i], cache.v[i], k, v, rows_B, positions_BS)
+            new_k.append(k_BGKT)
+            new_v.append(v_BGTK)
+            return kv.attend(q, k_BGKT, v_BGTK, slots_B, sliding if layer.sliding else full)
+
+        x_BSD = self._blocks(ids_BS, positions_BS, attend, None)
+        return x_BSD, Cache(k=tuple(new_k), v=tuple(new_v))
+
+    def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace) -> jax.Array:
+        def note(name: str, value: jax.Array):
+            if trace is not None:
+                trace[name] = value
+
+        x_BSD = self.embedding_VD[...][ids_BS]
+        angles = rope.rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
+        note("embed", x_BSD)
+        for i, layer in enumerate(self.layers):
+            normed_BSD = layer.norm(x_BSD)
+            q, k, v = layer.attention.project(normed_BSD, angles)
+            attn_BSD = layer.attention.output(attend(layer.attention, q, k, v))
+            mlp_BSD = layer.mlp(normed_BSD, trace, f"layer{i}")
+            x_BSD = x_BSD + attn_BSD + mlp_BSD
+            note(f"layer{i}/normed", normed_BSD)
+            note(f"layer{i}/attn_out", attn_BSD)
+            note(f"layer{i}/mlp_out", mlp_BSD)
+            note(f"layer{i}/out", x_BSD)
+        x_BSD = self.norm(x_BSD)
+        note("final_norm", x_BSD)
+        return x_BSD

@@ -1,0 +1,77 @@
+"""Logical axis -> mesh axis, in one table, and the shardings that follow from it."""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# A parameter axis that is on the left of two mesh axes is split over both.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": (),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "router": (),
+    "expert": ("expert",),
+    "expert_mlp": ("tensor",),
+}
+
+
+def spec(axes: Sequence[str]) -> PartitionSpec:
+    """The mesh axes of an array whose dimensions have these logical names.
+
+    Raises ValueError for an unknown name, or when two dimensions claim one mesh axis.
+    """
+    claimed: dict[str, str] = {}
+    parts: list[tuple[str, ...] | None] = []
+    for axis in axes:
+        if axis not in RULES:
+            raise ValueError(
+                f"logical axis {axis!r} is not in the sharding table; add it to RULES or use {sorted(RULES)}"
+            )
+        for mesh_axis in RULES[axis]:
+            if mesh_axis in claimed:
+                raise ValueError(
+                    f"axes {tuple(axes)}: {axis!r} and {claimed[mesh_axis]!r} both claim mesh axis {mesh_axis!r};"
+                    " an array can be split over a mesh axis only once, so map one of them elsewhere in RULES"
+                )
+            claimed[mesh_axis] = axis
+        parts.append(RULES[axis] or None)
+    return PartitionSpec(*parts)
+
+
+def parameter_shardings(mesh: Mesh, params: nnx.State) -> nnx.State:
+    """A NamedSharding for every parameter of the state, in its structure, from the logical names each one carries.
+
+    Raises ValueError naming the parameter when a dimension does not divide over its mesh axes.
+    """
+
+    def one(path, param: nnx.Param) -> nnx.Param:
+        sharding = NamedSharding(mesh, spec(param.get_metadata("axes")))
+        try:
+            sharding.shard_shape(param.shape)
+        except ValueError as error:
+            name = ".".join(str(getattr(key, "key", key)) for key in path)
+            raise ValueError(
+                f"parameter {name} of shape {param.shape} does not divide over mesh {dict(mesh.shape)} as"
+                f" {sharding.spec}; choose other mesh sizes"
+            ) from error
+        return param.replace(sharding)
+
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of every [B, S] array of a batch."""
+    return NamedSharding(mesh, spec(("batch", "sequence")))
+
+
+def shard_model(mesh: Mesh, model: nnx.Module) -> None:
+    """Lays the parameters of the model out on the mesh."""
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.device_put(params, parameter_shardings(mesh, params)))

@@ -1,0 +1,187 @@
+"""The rollout side of a run: a thread that keeps the queue full of groups while the learner trains.
+
+It admits a group whenever the queue has room, plays its members against the sampler in sandboxes, and writes the group
+down before the journal calls it finished. Every group ends: trained, filtered (no signal), or failed.
+"""
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
+from north_jax.chat.format import ChatFormat
+from north_jax.envs.pool import SandboxPool
+from north_jax.envs.tasks import Task
+from north_jax.rl.groups import Group, GroupFile
+from north_jax.rl.journal import Journal
+from north_jax.sampler.client import SamplerClient, SamplerError
+from north_jax.sampler.process import SamplerProcess
+
+
+class Generation:
+    """Runs groups of rollouts in the background; the learner takes finished ones with `take`.
+
+    The journal is shared by both threads and guarded by one lock. `version` is the weight version now live.
+    """
+
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        file: GroupFile,
+        task_of: Callable[[int], Task],
+        group_size: int,
+        harnesses: tuple[str, ...],
+        chat: ChatFormat,
+        sampler: SamplerProcess,
+        pool: SandboxPool,
+        sampling: Sampling,
+        version: int,
+        seed: int,
+    ):
+        self.journal, self.file = journal, file
+        self._task_of, self._size, self._harnesses = task_of, group_size, harnesses
+        self._chat, self._sampler, self._pool, self._sampling, self._seed = chat, sampler, pool, sampling, seed
+        self.version = version
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._wake: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+
+    # -- the learner's side -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the rollouts in flight; a resume starts them again under the same ids."""
+        self._stopping = True
+        self._notify()
+        self._thread.join()
+
+    def take(self, groups: int, interrupted: threading.Event) -> list[Group]:
+        """The next `groups` groups with signal, waiting for them; fewer once `interrupted` is set.
+
+        Raises what stopped the rollout thread, if it stopped.
+        """
+        taken: list[Group] = []
+        while len(taken) < groups and not interrupted.is_set():
+            with self._changed:
+                got = self.journal.take()
+                if got is None:
+                    if self._error is not None:
+                        raise self._error
+                    self._changed.wait(0.5)
+                    continue
+            if got.filtered:
+                self._notify()  # its slot is free at once
+            else:
+                taken.append(self.file.read(got.id, self.journal.state.groups[got.id].offset))
+        return taken
+
+    def stepped(self, **numbers) -> dict[str, int]:
+        """The learner step that used all taken groups is done; frees their slots. Returns the queue's stats."""
+        with self._changed:
+            stats = self.journal.queue.stats(self.journal.step(**numbers))
+        self._notify()
+        return stats
+
+    def publish(self, path: Path, version: int) -> None:
+        """Has the sampler serve the folder `path` as `version`, while rollouts go on."""
+        self._sampler.checkpoint = path  # what a restarted sampler serves
+        future = asyncio.run_coroutine_threadsafe(self._client.update_weights(path, str(version)), self._loop)
+        try:
+            future.result(timeout=120)
+        except SamplerError:
+            self._sampler.ensure_alive()  # it died; its successor starts from the new folder
+        self.version = version
+        with self._changed:
+            self.journal.export(version)
+
+    # -- the rollout thread -------------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    async def _main(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._slots = asyncio.Semaphore(self._pool.size)
+        with ThreadPoolExecutor(self._pool.size) as threads:
+            self._client = SamplerClient(
+                self._sampler.url, vocab_size=self._chat.tokenizer.vocab_size, context=self._sampling.context
+            )
+            async with self._client:
+                # A sampler that runs already is handed the weights the run begins with, another one starts from them.
+                if not await asyncio.to_thread(self._sampler.ensure_alive):
+                    await self._client.update_weights(self._sampler.checkpoint, self.version)
+                running = {asyncio.create_task(self._sampler.keep_alive())}
+                for id in self.journal.state.in_flight():
+                    running.add(asyncio.create_task(self._group(id, threads)))
+                try:
+                    while not self._stopping:
+                        for done in [t for t in running if t.done()]:
+                            running.remove(done)
+                            done.result()  # an unexpected error ends the run, loudly
+                        with self._changed:
+                            while self.journal.queue.room:
+                                task = self._task_of(self.journal.queue.next_id)
+                                id = self.journal.admit(task.id, self.version)
+                                running.add(asyncio.create_task(self._group(id, threads)))
+                        self._wake.clear()
+                        wake = asyncio.create_task(self._wake.wait())
+                        await asyncio.wait({wake, *running}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                        wake.cancel()
+                finally:
+                    for task in running:
+                        task.cancel()
+                    await asyncio.gather(*running, return_exceptions=True)
+
+    async def _group(self, id: int, threads) -> None:
+        version = self.version
+        task = self._task_of(id)
+        harness = self._harnesses[id % len(self._harnesses)]
+        attempt = self.journal.state.groups[id].attempt
+        members = await asyncio.gather(
+            *(self._member(id, attempt, number, task, harness, threads) for number in range(self._size))
+        )
+        valid = sum(member.valid for member in members)
+        group = Group(id=id, task=task.id, members=tuple(members), attempt=attempt, version=version)
+        offset = self.file.append(group)
+        with self._changed:
+            if valid < 2:
+                self.journal.fail(id, f"{self._size - valid} of {self._size} environments failed")
+            elif group.has_signal():
+                self.journal.finish(id, offset)
+            else:
+                self.journal.filter(id, offset)
+            self._changed.notify_all()
+
+    async def _member(self, id: int, attempt: int, number: int, task: Task, harness: str, threads) -> Rollout:
+        async with self._slots:
+            rollout = await play_to_the_end(
+                task,
+                harness,
+                chat=self._chat,
+                client=self._client,
+                pool=self._pool,
+                threads=threads,
+                sampling=self._sampling,
+                seed=zlib.crc32(f"{self._seed}/{id}/{number}/{attempt}".encode()) >> 2,
+            )
+        with self._changed:
+            self.journal.member(id, number, rollout.status, rollout.reward)
+        return rollout

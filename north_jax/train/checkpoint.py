@@ -1,0 +1,164 @@
+"""Checkpoints of a training run: Orbax in the background, one folder per step, the newest good one restored."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; the message says where, why and what to do."""
+
+
+class Checkpoints:
+    """The last `keep` checkpoints of a run, `directory`/<step>/.
+
+    A checkpoint holds a pytree of arrays and a JSON dict (stage, data iterator, …) and appears under its number only
+    when it is complete. Every array carries a checksum, so that damage is noticed and the one before is taken.
+    """
+
+    def __init__(self, directory: str | os.PathLike, *, keep: int = 2):
+        self.directory = Path(directory).resolve()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._saving: int | None = None
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()},
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints in the directory, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, extra: dict) -> None:
+        """Copies the state and begins to write it; returns before it is on disk (see `wait`).
+
+        Raises CheckpointError when this or the previous checkpoint finds no room; earlier ones are untouched.
+        """
+        self.wait()
+        arrays = _named(state)
+        needed = sum(array.nbytes for array in arrays.values())
+        free = shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise CheckpointError(self._no_room(step, f"needs {needed:,} bytes where {free:,} are free"))
+        own = {
+            "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
+            "checksums": _checksums(arrays),
+        }
+        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave({**own, "extra": extra}))
+        self._saving = step
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            self._failed(error)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk. Raises CheckpointError when it could not be written."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._failed(error)
+        self._saving = None
+
+    def close(self) -> None:
+        """Waits for the last save and ends the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def restore_latest(self, template: Any) -> tuple[int, Any, dict] | None:
+        """(step, state, extra) of the newest checkpoint that is whole, or None when there is none at all.
+
+        `template` is a pytree of arrays or ShapeDtypeStructs with the wanted shapes, types and shardings. A damaged
+        checkpoint is renamed to <step>.damaged and reported in one printed sentence. Raises CheckpointError when all
+        are damaged (none is renamed then) or when one was written for other parameters than the template's.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
+            try:
+                state, extra = self._restore(step, template)
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever the storage layers raise on a bad file
+                damaged[step] = f"{error}".strip().splitlines()[0][:200] if f"{error}".strip() else type(error).__name__
+                continue
+            for bad, why in damaged.items():
+                (self.directory / str(bad)).rename(self.directory / f"{bad}.damaged")
+                print(
+                    f"checkpoint {bad} in {self.directory} is damaged ({why}): it is now {bad}.damaged and the run "
+                    f"continues from checkpoint {step}",
+                    file=sys.stderr,
+                )
+            if damaged:
+                self._manager.reload()
+            return step, state, extra
+        if damaged:
+            step, why = max(damaged.items())
+            raise CheckpointError(
+                f"all checkpoints in {self.directory} are damaged (the newest, {step}: {why}): restore the folder from "
+                "a copy, or delete it to start over"
+            )
+        return None
+
+    def _restore(self, step: int, template: Any) -> tuple[Any, dict]:
+        saved = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+        wanted = _named(template)
+        shapes = {name: [list(array.shape), str(array.dtype)] for name, array in wanted.items()}
+        if differing := sorted(name for name in shapes | saved["arrays"] if shapes.get(name) != saved["arrays"].get(name)):
+            name = differing[0]
+            raise CheckpointError(
+                f"checkpoint {step} in {self.directory} was written by another configuration: {name} is "
+                f"{saved['arrays'].get(name, 'absent')} there and {shapes.get(name, 'absent')} here "
+                f"({len(differing)} arrays differ); use the config it was written with, or another workdir"
+            )
+        abstract = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for name, array in wanted.items()
+        }
+        arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))["state"]
+        for name, checksum in _checksums(arrays).items():
+            if checksum != saved["checksums"][name]:
+                raise ValueError(f"the checksum of {name} does not match")
+        return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted]), saved["extra"]
+
+    def _failed(self, error: Exception) -> None:
+        step, self._saving = self._saving, None
+        if step is None or step in self.steps:
+            raise error
+        for leftover in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        reason = f"{error}".strip().splitlines()[0][:300]
+        raise CheckpointError(self._no_room(step, f"could not be written ({reason})")) from error
+
+    def _no_room(self, step: int, why: str) -> str:
+        good = f"checkpoint {self.steps[-1]} is untouched" if self.steps else "there is no earlier one"
+        return f"checkpoint {step} in {self.directory} {why}: make room there and run the same command again ({good})"
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    # One flat dict of plain names: what is on disk does not depend on the classes of any library.
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+@jax.jit
+def _bit_sums(arrays: list[jax.Array]) -> jax.Array:
+    def one(array):
+        bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return jnp.stack([one(array) for array in arrays])
+
+
+def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
+    # The sum of the bits modulo 2^32: the same on every device layout, and cheap on the device.
+    return dict(zip(arrays, np.asarray(_bit_sums(list(arrays.values()))).tolist(), strict=True))

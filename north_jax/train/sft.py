@@ -1,0 +1,198 @@
+"""Supervised fine-tuning over a cascade of context lengths, resumable at any step."""
+
+import contextlib
+import hashlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from north_jax.data import BatchIterator, Packed
+from north_jax.train.checkpoint import CheckpointError, Checkpoints
+from north_jax.train.loss import sft_loss
+from north_jax.train.metrics import MetricsWriter
+from north_jax.train.optimizer import adamw, make_schedule
+from north_jax.train.step import TrainState, init_state, make_train_step, restart, shard_batch
+
+
+def stage_config(**values) -> ConfigDict:
+    """One stage: rows of `row_length` tokens, `batch_rows` of them a step, for `epochs` over the stage's rows.
+
+    The learning rate rises to `lr` over `warmup` steps and then follows `decay` ("linear" or "cosine" to 0 at the
+    stage's end, or "constant"). Raises KeyError for a name that is not a setting.
+    """
+    config = ConfigDict({"row_length": 256, "batch_rows": 16, "epochs": 1.0, "lr": 1e-3, "warmup": 20, "decay": "linear"})
+    config.lock().update(values)
+    return config
+
+
+def sft_config(**values) -> ConfigDict:
+    """The `sft` section of a run's config; `stages` is a tuple of `stage_config`, in order of training.
+
+    `save_every` counts steps; the last step of a stage is saved too. `keep` checkpoints stay on disk.
+    Raises KeyError for a name that is not a setting.
+    """
+    config = ConfigDict(
+        {"seed": 0, "stages": (stage_config(),), "weight_decay": 0.01, "clip": 1.0, "save_every": 100, "keep": 2}
+    )
+    config.lock().update(values)
+    return config
+
+
+def stage_steps(packed: Packed, stage: ConfigDict) -> int:
+    """Optimizer steps of a stage: epochs * rows / batch_rows, rounded up."""
+    return math.ceil(stage.epochs * len(packed) / stage.batch_rows - 1e-9)
+
+
+def run_sft(
+    model: nnx.Module,
+    data: Sequence[Packed],
+    config: ConfigDict,
+    workdir: str | Path,
+    mesh: Mesh,
+    *,
+    progress: bool = True,
+) -> nnx.Module:
+    """Trains on `data[i]` in stage i of `config` (see `sft_config`) and returns the trained model.
+
+    Every stage begins its own optimizer and schedule from the parameters of the one before. Takes over the arrays of
+    `model`. Where workdir/checkpoints holds a checkpoint the run continues from it and ends, bit for bit, where it
+    would have ended without a stop. Writes workdir/metrics.jsonl, steps counted from 1 over all stages.
+
+    SIGINT ends the running step, saves, and raises KeyboardInterrupt; a second one stops at once. Raises ValueError
+    for data that do not fit the stages, CheckpointError when a checkpoint cannot be written or belongs to other data,
+    FloatingPointError when the loss or the gradient is not finite.
+    """
+    workdir, stages = Path(workdir), list(config.stages)
+    for number, (packed, stage) in enumerate(zip(data, stages, strict=True), 1):
+        if packed.ids_BS.shape[1] != stage.row_length:
+            raise ValueError(
+                f"the data of SFT stage {number} are packed in rows of {packed.ids_BS.shape[1]} tokens but its "
+                f"row_length is {stage.row_length}: pack them for the stage"
+            )
+    steps = [stage_steps(*pair) for pair in zip(data, stages, strict=True)]
+    optimizers = [
+        adamw(
+            make_schedule(stage.lr, count, warmup=stage.warmup, decay=stage.decay),
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+        )
+        for stage, count in zip(stages, steps, strict=True)
+    ]
+    digests = [_digest(packed, stage, config.seed) for packed, stage in zip(data, stages, strict=True)]
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = Checkpoints(workdir / "checkpoints", keep=config.keep)
+        stack.callback(checkpoints.close)
+        state = init_state(model, optimizers[0], mesh)
+        restored = checkpoints.restore_latest(state)
+        total, first, done, position = 0, 0, 0, None
+        if restored is not None:
+            total, state, extra = restored
+            first, done, position = extra["stage"], extra["done"], extra["iterator"]
+            if extra["data"] != digests:
+                raise CheckpointError(
+                    f"{checkpoints.directory} belongs to a run on other data, seed or batch_rows: use those again, or "
+                    "another workdir"
+                )
+        writer = MetricsWriter(workdir / "metrics.jsonl", after_step=total)
+        stack.callback(writer.close)
+        interrupted = stack.enter_context(_interrupts())
+
+        for index in range(first, len(stages)):
+            if index > first:
+                state, done, position = restart(state, optimizers[index], mesh), 0, None
+            stage, start = stages[index], total - done
+            batches = BatchIterator(data[index], stage.batch_rows, seed=config.seed + index)
+            if position is not None:
+                batches.set_state(position)
+            train_step = make_train_step(sft_loss, optimizers[index], mesh)
+            label = f"SFT stage {index + 1}/{len(stages)}, {stage.row_length} tokens"
+            bar = stack.enter_context(
+                tqdm(total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True)
+            )
+            report = _Reporter(writer, bar, f"sft{index + 1}")
+            while done < steps[index]:
+                state, metrics = train_step(state, shard_batch(next(batches), mesh))
+                done, total = done + 1, start + done + 1
+                # The device has step N to do while the host waits for the metrics of step N - 1.
+                report.dispatched(total, metrics)
+                if done % config.save_every == 0 or done == steps[index] or interrupted.is_set():
+                    report.flush()  # a step whose numbers are not finite must not be saved
+                    extra = {"stage": index, "done": done, "iterator": batches.get_state(), "data": digests}
+                    checkpoints.save(total, state, extra)
+                if interrupted.is_set():
+                    checkpoints.wait()
+                    raise KeyboardInterrupt
+            bar.close()
+        checkpoints.wait()
+    return state.model()
+
+
+class _Reporter:
+    """Reads the metrics of a step only after the next one was dispatched, and times the steps by these reads."""
+
+    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str):
+        self.writer, self.bar, self.stage = writer, bar, stage
+        self.pending: tuple[int, dict] | None = None
+        self.last, self.compiled = time.perf_counter(), False
+
+    def dispatched(self, step: int, metrics: dict) -> None:
+        self.flush()
+        self.pending = step, metrics
+
+    def flush(self) -> None:
+        if self.pending is None:
+            return
+        (step, metrics), self.pending = self.pending, None
+        values = {name: float(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(values[name]):
+                raise FloatingPointError(
+                    f"{name} is {values[name]} at step {step} of stage {self.stage}: lower lr or raise warmup, and run "
+                    "again from the last checkpoint"
+                )
+        if self.compiled:
+            values |= {"step_seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+            self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s", False)
+        else:
+            values["compile_seconds"], self.compiled = seconds, True
+        self.writer.write(step, values, stage=self.stage)
+        self.bar.update()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    # The first SIGINT sets the event, the second acts as ever. Only the main thread may handle signals.
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handle(number, frame):
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _digest(packed: Packed, stage: ConfigDict, seed: int) -> str:
+    # What the position of a data iterator refers to.
+    digest = hashlib.sha256(f"{stage.batch_rows} {seed}".encode())
+    for array in (packed.ids_BS, packed.segment_ids_BS, packed.weights_BS):
+        digest.update(array.tobytes())
+    return digest.hexdigest()

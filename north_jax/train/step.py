@@ -1,0 +1,104 @@
+"""The train state and the one compiled step that SFT and RL share."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from north_jax.parallel import batch_sharding, parameter_shardings
+from north_jax.train.optimizer import Optimizer
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+LossFn = Callable[[nnx.Module, Batch], tuple[jax.Array, Metrics]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, and the steps taken since its schedule began (int32 scalar)."""
+
+    params: nnx.State
+    opt_state: Any
+    step: jax.Array
+    graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
+
+    def model(self) -> nnx.Module:
+        """The model with these parameters, which it shares: the next train step takes them away."""
+        return nnx.merge(self.graphdef, self.params)
+
+
+def init_state(model: nnx.Module, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """A state at step 0, laid out on the mesh. It takes over the model's arrays: do not use `model` afterwards."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    params = jax.device_put(params, parameter_shardings(mesh, params))
+    return _begin(graphdef, params, optimizer, mesh)
+
+
+def restart(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """The same parameters at step 0 of a new optimizer and schedule, as a new training stage begins."""
+    return _begin(state.graphdef, state.params, optimizer, mesh)
+
+
+def _begin(graphdef: nnx.GraphDef, params: nnx.State, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    shapes = jax.eval_shape(optimizer.transform.init, params)
+    opt_state = jax.jit(optimizer.transform.init, out_shardings=_opt_shardings(shapes, params, optimizer, mesh))(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    return TrainState(params, opt_state, step, graphdef)
+
+
+def _opt_shardings(opt_state, params: nnx.State, optimizer: Optimizer, mesh: Mesh):
+    # Moments lie where their parameters lie; counters are everywhere.
+    return optax.tree_map_params(
+        optimizer.transform,
+        lambda _, sharding: sharding,
+        opt_state,
+        parameter_shardings(mesh, params),
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
+    """Puts this process's rows of every [B, S] host array on the mesh.
+
+    Raises ValueError when the rows do not divide over the devices that split the batch.
+    """
+    sharding = batch_sharding(mesh)
+    rows = {name: array.shape[0] for name, array in batch.items()}
+    try:
+        return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"batch of {rows} rows does not divide over mesh {dict(mesh.shape)}: make batch_rows a multiple of "
+            "data * fsdp * expert"
+        ) from error
+
+
+def make_train_step(
+    loss_fn: LossFn, optimizer: Optimizer, mesh: Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Compiles (state, batch) -> (next state, metrics); the old state is donated and cannot be used again.
+
+    `loss_fn(model, batch)` returns a scalar loss and scalar metrics. The step adds "loss", "grad_norm" (before
+    clipping) and "lr". Metrics stay on the device: reading one waits for the step.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def loss_of(params):
+            return loss_fn(nnx.merge(state.graphdef, params), batch)
+
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        # Pinned, so that the compiler cannot hand back another layout than it was given.
+        params = jax.lax.with_sharding_constraint(params, parameter_shardings(mesh, params))
+        opt_state = jax.lax.with_sharding_constraint(opt_state, _opt_shardings(opt_state, params, optimizer, mesh))
+        own = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": optimizer.schedule(state.step)}
+        return dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1), own | metrics
+
+    return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,183 @@
+"""What the recordings do not hold: packing, padding, block-wise windows, caches with slots, both expert paths."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from north_jax.model import Decoder, ModelConfig, attention, init_cache, moe
+
+TINY = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=16,
+    prefix_dense_intermediate_size=48,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    initializer_range=0.2,
+)
+
+
+def decoder(moe="dense", **changes):
+    return Decoder(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0), moe=moe)
+
+
+def ids(*shape, seed=0):
+    return jax.random.randint(jax.random.key(seed), shape, 1, TINY.vocab_size)
+
+
+def close(a, b, atol=2e-5):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("window_inclusive", [False, True])
+@pytest.mark.parametrize("sliding_window", [1, 4, 8])
+def test_blocks_of_the_window_change_nothing(sliding_window, window_inclusive):
+    S, window = 32, sliding_window + window_inclusive
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, S, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+    segments = jnp.asarray([[1] * 13 + [2] * 19, [1] * 7 + [2] * 20 + [0] * 5])
+    full, sliding = attention.row_masks(S, segments, window)
+    assert sliding.ndim == 4
+    back = np.arange(S)[:, None] - np.arange(S)
+    plain = full & (back < window)
+    close(attention.attend_rows(q, k, v, sliding), attention.attend_rows(q, k, v, plain), 1e-6)
+
+
+def test_packed_segments_are_separate_sequences():
+    model = decoder()
+    parts = [ids(1, n, seed=n) for n in (5, 11, 16)]
+    row = jnp.concatenate([*parts, jnp.zeros((1, 8), jnp.int32)], axis=1)
+    segments = jnp.asarray([[1] * 5 + [2] * 11 + [3] * 16 + [0] * 8])
+    positions = jnp.concatenate([*(jnp.arange(p.shape[1]) for p in parts), jnp.zeros(8, jnp.int32)])[None]
+    for kwargs in ({}, {"positions_BS": positions}):  # rotary positions are relative
+        packed = model(row, segment_ids_BS=segments, **kwargs)
+        close(packed[:, :32], jnp.concatenate([model(p) for p in parts], axis=1))
+        assert np.isfinite(packed).all()
+
+
+def test_padding_gets_no_gradient_and_no_nan():
+    model = decoder()
+    graph, params = nnx.split(model)
+    row, segments = ids(2, 16), jnp.asarray([[1] * 9 + [0] * 7, [0] * 16])
+
+    def loss(params):
+        x_BSD = nnx.merge(graph, params).hidden(row, segment_ids_BS=segments)
+        return jnp.sum(jnp.where(segments[..., None] > 0, x_BSD, 0.0) ** 2)
+
+    grads = nnx.to_pure_dict(jax.grad(loss)(params))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    unseen = np.setdiff1d(np.arange(TINY.vocab_size), np.asarray(row[0, :9]))
+    assert np.abs(grads["embedding_VD"][unseen]).max() == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True}, {"expert_selection_fn": "softmax"}])
+def test_dense_and_grouped_experts_agree(changes):
+    row = ids(2, 16)
+    outputs, grads = [], []
+    for kind in ("dense", "grouped"):
+        graph, params = nnx.split(decoder(moe=kind, **changes))
+
+        def loss(params, graph=graph):
+            logits = nnx.merge(graph, params)(row)
+            return jnp.sum(logits**2), logits
+
+        grad, logits = jax.grad(loss, has_aux=True)(params)
+        outputs.append(logits)
+        grads.append(jax.tree.leaves(grad))
+    close(*outputs)
+    for a, b in zip(*grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(a).max())))
+
+
+def test_router_breaks_ties_by_the_lowest_index():
+    weights, indices = moe.route(jnp.asarray([[1.0, 2.0, 2.0, 2.0, 0.0]]), 2, "sigmoid", False)
+    assert indices.tolist() == [[1, 2]]
+    close(weights, [[0, jax.nn.sigmoid(2.0), jax.nn.sigmoid(2.0), 0, 0]], 1e-7)
+    weights, _ = moe.route(jnp.asarray([[1.0, 2.0, 3.0]]), 2, "sigmoid", True)
+    close(weights.sum(), 1.0, 1e-6)
+    weights, _ = moe.route(jnp.asarray([[1.0, 2.0, 3.0]]), 2, "softmax", False)
+    close(weights, [[0, jax.nn.sigmoid(-1.0), jax.nn.sigmoid(1.0)]], 1e-6)
+
+
+def test_router_works_in_float32_on_bfloat16_logits():
+    weights, _ = moe.route(jnp.asarray([[1.0, 2.0]], jnp.bfloat16), 1, "sigmoid", False)
+    assert weights.dtype == jnp.float32
+
+
+def test_cached_chunks_in_chosen_slots_equal_one_pass():
+    model = decoder()
+    rows = ids(2, 40)
+    expected = model(rows)
+    # Two sequences in slots 3 and 1, fed in chunks of different sizes, the last of them padded at the end.
+    cache = init_cache(model.config, 4, 48)
+    cache = jax.tree.map(lambda x: x + 7.0, cache)  # what an earlier request left behind must not be seen
+    slots, got = jnp.asarray([3, 1]), []
+    for start, stop, pad in ((0, 16, 0), (16, 17, 0), (17, 18, 0), (18, 34, 0), (34, 40, 2)):
+        positions = jnp.tile(jnp.arange(start, stop), (2, 1))
+        x_BSD, cache = model.step(
+            jnp.pad(rows[:, start:stop], ((0, 0), (0, pad))),
+            jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1),
+            cache,
+            slots_B=slots,
+            length=min(48, stop + 3),
+        )
+        assert np.isfinite(x_BSD).all()
+        got.append(x_BSD[:, : stop - start])
+    close(model.logits(jnp.concatenate(got, axis=1)), expected)
+    for untouched in (0, 2):
+        assert all((np.asarray(leaf[untouched]) == 7.0).all() for leaf in jax.tree.leaves(cache))
+
+
+def test_slots_decode_at_their_own_positions():
+    model = decoder()
+    rows = ids(3, 30)
+    expected = model(rows)
+    lengths = np.asarray([5, 29, 12])
+    cache = init_cache(model.config, 3, 32)
+    fill = np.where(np.arange(29) < lengths[:, None], np.arange(29), -1)
+    _, cache = model.step(rows[:, :29], jnp.asarray(fill), cache)
+    step = jax.jit(lambda ids, positions, cache: model.step(ids, positions, cache))
+    x_BSD, cache = step(rows[np.arange(3), lengths][:, None], jnp.asarray(lengths[:, None]), cache)
+    close(model.logits(x_BSD[:, 0]), expected[np.arange(3), lengths])
+    # A slot without a request rides along as padding.
+    before = jax.tree.leaves(cache)
+    positions = jnp.asarray([[6], [-1], [13]])
+    x_BSD, cache = step(rows[jnp.arange(3), jnp.asarray([6, 0, 13])][:, None], positions, cache)
+    close(model.logits(x_BSD[0, 0]), expected[0, 6])
+    close(model.logits(x_BSD[2, 0]), expected[2, 13])
+    assert all((a[1] == b[1]).all() for a, b in zip(before, jax.tree.leaves(cache), strict=True))
+
+
+def test_the_cache_is_updated_in_place():
+    model = decoder()
+    graph, params = nnx.split(model)
+    step = jax.jit(lambda params, ids, positions, cache: nnx.merge(graph, params).step(ids, positions, cache)[1])
+    donating = jax.jit(step, donate_argnums=3)
+    cache = init_cache(model.config, 4, 64)
+    held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    cache = donating(params, ids(4, 1), jnp.zeros((4, 1), jnp.int32), cache)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == held
+
+
+def test_models_of_one_config_share_a_compilation():
+    assert nnx.split(decoder())[0] == nnx.split(Decoder(TINY, rngs=nnx.Rngs(1)))[0]
+
+
+def test_bfloat16_parameters_give_float32_logits():
+    model = Decoder(TINY, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    logits = model(ids(1, 16))
+    assert logits.dtype == jnp.float32
+    assert np.isfinite(logits).all()
+
+
+def test_refuses_an_unknown_expert_path():
+    with pytest.raises(ValueError, match="moe 'sparse' is not known"):
+        decoder(moe="sparse")
