@@ -8,6 +8,9 @@ Should reach: held-out pass@1 (temperature 1.0, top_p 0.95) at least 8 points ab
 
 from ml_collections import ConfigDict
 
+from north_jax.rl.learner import rl_config
+from north_jax.train.sft import sft_config, stage_config
+
 # What SFT shows often, what it shows rarely, and what no training ever shows. RL trains on the first two.
 COMMON = (
     "create_file", "append_line", "delete_file", "rename_file", "copy_file", "make_directory", "move_into",
@@ -40,37 +43,38 @@ def get_config() -> ConfigDict:
             num_experts_per_tok=2,
             sliding_window=64,
             max_position_embeddings=512,
+            initializer_range=0.06,
         )
     )
     c.vocab_size = 768
 
-    c.tasks = ConfigDict(dict(common=COMMON, rare=RARE, never=NEVER))
+    c.tasks = ConfigDict(dict(common=COMMON, rare=RARE, never=NEVER, rl_rare_share=0.6))
     c.harnesses = ("bash", "editor", "text")
     c.sandbox = "bubblewrap"  # or "docker"
 
     # Demonstrations per template; a mistake is always shown together with its recovery, and is not trained on.
     c.demonstrations = ConfigDict(dict(common=180, rare=18, mistake_share=0.15))
 
-    c.sft = ConfigDict()
-    c.sft.stages = (
-        ConfigDict(dict(context=256, batch_rows=16, epochs=4, learning_rate=4e-3)),
-        ConfigDict(dict(context=512, batch_rows=8, epochs=1, learning_rate=1e-3)),
+    c.sft = sft_config(
+        stages=(
+            stage_config(row_length=256, batch_rows=16, epochs=4.0, lr=4e-3, warmup=20),
+            stage_config(row_length=512, batch_rows=8, epochs=0.5, lr=1e-3, warmup=5),
+        ),
+        save_every=100,
     )
-    c.sft.warmup_steps = 20
-    c.sft.checkpoint_every = 100
 
-    c.rl = ConfigDict()
-    c.rl.steps = 120
-    c.rl.group_size = 8
-    c.rl.groups_per_step = 8  # P
-    c.rl.queue_groups = 16  # N: groups admitted and not yet released
-    c.rl.window = 0.3  # W = max(1, floor(window * N))
-    c.rl.export_every = 4  # K
-    c.rl.learning_rate = 5e-4
-    c.rl.warmup_steps = 5
-    c.rl.ratio_cap = 5.0  # absolute
-    c.rl.rare_share = 0.7  # of the tasks drawn, from the templates rare in SFT
-    c.rl.context = 512
+    c.rl = rl_config(
+        steps=100,
+        group_size=8,
+        groups_per_step=8,
+        queue_groups=16,
+        window=0.3,
+        export_every=4,
+        lr=5e-4,
+        ratio_cap=5.0,
+        row_length=512,
+        save_every=20,
+    )
 
     # The recipe's sampling: RL at temperature 1 without truncation, evaluation at 1.0 / 0.95.
     c.sampling = ConfigDict(dict(max_new_tokens=96, slots=64))

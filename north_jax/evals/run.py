@@ -81,6 +81,8 @@ def evaluate(
             path.open("a") as out,
             tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
         ):
+            sampler.checkpoint = checkpoint
+            fresh = await asyncio.to_thread(sampler.ensure_alive)
             client = SamplerClient(
                 sampler.url, vocab_size=chat.tokenizer.vocab_size, context=sampling.context, timeout_s=120
             )

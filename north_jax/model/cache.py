@@ -65,7 +65,7 @@ def write(
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The entries that the queries of one step read: `T` of them from `start_B` on (None: from 0), and which are seen."""
+    """The `T` entries from `start_B` on (None: from 0) that the queries of a step read, and which of them they see."""
 
     T: int
     start_B: jax.Array | None

@@ -48,6 +48,8 @@ _ABSENT: dict[str, Any] = {
     "dtype": "float32",
     "layer_types": None,
 }
+# Derived from, or folded into, other fields.
+_SPELLINGS = {"first_k_dense_replace", "mlp_layer_types", "rope_parameters"}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -173,14 +175,7 @@ class ModelConfig:
                         f"config.json: {key} is {raw[key]!r} but this decoder computes only {_FIXED[key]!r};"
                         " convert the checkpoint or extend north_jax/model"
                     )
-            elif key not in (
-                *_REQUIRED,
-                *_ABSENT,
-                *_INERT,
-                "rope_parameters",
-                "mlp_layer_types",
-                "first_k_dense_replace",
-            ):
+            elif key not in {*_REQUIRED, *_ABSENT, *_INERT, *_SPELLINGS}:
                 raise ValueError(
                     f"config.json: key {key!r} is not known, so its effect on the model is not either;"
                     " remove it if it is inert, or teach it to north_jax/model/config.py"

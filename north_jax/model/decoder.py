@@ -113,6 +113,7 @@ class MoE(nnx.Module):
             B, S, _ = x_BSD.shape
             chosen_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
             trace[f"{prefix}/router_logits"] = logits_NE.reshape(B, S, -1)
+            trace[f"{prefix}/router_probs"] = jax.nn.sigmoid(logits_NE).reshape(B, S, -1)
             trace[f"{prefix}/router_topk_weights"] = chosen_NC.reshape(B, S, -1)
             trace[f"{prefix}/router_topk_indices"] = indices_NC.reshape(B, S, -1)
         return out_ND.reshape(x_BSD.shape)
@@ -188,10 +189,10 @@ class Decoder(nnx.Module):
         """Feeds S more tokens to each of B slots: (final hidden states x_BSD, the cache with their keys and values).
 
         The token at position p is written to entry p of its slot and sees the entries up to p (in sliding layers the
-        last `window` of them), so everything before must have been fed to the slot, and the
-        tokens of a row must be consecutive. A token at a negative position is
-        padding: nothing is written and its output means nothing. Row b belongs to slot b, or to `slots_B[b]`; no slot
-        may occur twice. Only the first `length` entries (static) are read: it must exceed every position.
+        last `window` of them): everything before must have been fed to the slot, and the tokens of one row must be
+        consecutive. A token at a negative position is padding: nothing is written and its output means nothing. Row b
+        belongs to slot b, or to `slots_B[b]`; no slot may occur twice. Only the first `length` entries (static) are
+        read: it must exceed every position.
         """
         length = cache.length if length is None else min(length, cache.length)
         full, sliding = kv.views(positions_BS, length, self.config.window)

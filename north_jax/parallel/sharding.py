@@ -31,9 +31,7 @@ def spec(axes: Sequence[str]) -> PartitionSpec:
     parts: list[tuple[str, ...] | None] = []
     for axis in axes:
         if axis not in RULES:
-            raise ValueError(
-                f"logical axis {axis!r} is not in the sharding table; add it to RULES or use {sorted(RULES)}"
-            )
+            raise ValueError(f"logical axis {axis!r} is not in the sharding table RULES; use one of {sorted(RULES)}")
         for mesh_axis in RULES[axis]:
             if mesh_axis in claimed:
                 raise ValueError(

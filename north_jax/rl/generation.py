@@ -121,12 +121,13 @@ class Generation:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self._slots = asyncio.Semaphore(self._pool.size)
         with ThreadPoolExecutor(self._pool.size) as threads:
+            fresh = await asyncio.to_thread(self._sampler.ensure_alive)
             self._client = SamplerClient(
                 self._sampler.url, vocab_size=self._chat.tokenizer.vocab_size, context=self._sampling.context
             )
             async with self._client:
                 # A sampler that runs already is handed the weights the run begins with, another one starts from them.
-                if not await asyncio.to_thread(self._sampler.ensure_alive):
+                if not fresh:
                     await self._client.update_weights(self._sampler.checkpoint, self.version)
                 running = {asyncio.create_task(self._sampler.keep_alive())}
                 for id in self.journal.state.in_flight():

@@ -1,5 +1,6 @@
 """A sampling server in a process of its own, watched and started again when it dies."""
 
+import asyncio
 import os
 import pathlib
 import signal
@@ -71,6 +72,13 @@ class SamplerProcess:
                 return False
             self._start()
             return True
+
+    async def keep_alive(self, interval_s: float = 1.0) -> None:
+        """Start it again whenever it has died, until cancelled; clients retry meanwhile."""
+        while True:
+            await asyncio.sleep(interval_s)
+            if not self.alive:
+                await asyncio.to_thread(self.ensure_alive)
 
     def stop(self) -> None:
         """End it: asked first, killed after 10 seconds."""

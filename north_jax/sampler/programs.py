@@ -93,10 +93,10 @@ class Programs:
 
     def __init__(self, graph: nnx.GraphDef, params: Any, cache: Cache):
         slots, context = cache.slots, cache.length
-        # Fine steps of attended length where most sequences are; each step is one more program to compile.
-        steps = {-(-context * i // 8) for i in (1, 2, 3, 4, 6)}
-        self.lengths = (*sorted(length for length in steps if length >= MIN_LENGTH), context)
-        self._halves = tuple(length for length in self.lengths if length in (-(-context // 2), context))
+        # Decoding all slots is where the time goes, so it attends to no more entries than it must; every other
+        # program attends to the whole context. Each length is one more program to compile.
+        lengths = {-(-context * i // 4) for i in (1, 2)}
+        self.lengths = (*sorted(length for length in lengths if length >= MIN_LENGTH), context)
         # A quarter of the slots has its own decode program, for the tail of a wave.
         self.rows = (max(1, slots // 4), slots) if slots > 1 else (slots,)
         widest = max(context, PREFILL_SHAPES[0][1])
@@ -106,13 +106,11 @@ class Programs:
             rows = empty_rows(slots)
             del rows["slot_B"]  # every slot is there, in its own row
             jobs["decode", slots, length] = (_decode, (params, cache, rows, np.int32(1)))
-        for length in self._halves:
-            if len(self.rows) > 1:
-                jobs["decode", self.rows[0], length] = (_decode, (params, cache, empty_rows(self.rows[0]), np.int32(1)))
-            for P, S in self.prefill_shapes:
-                ids_PS, slots_P = np.zeros((P, S), np.int32), np.zeros(P, np.int32)
-                jobs["prefill", P, S, length] = (_prefill, (params, cache, ids_PS, ids_PS, slots_P))
-
+        if len(self.rows) > 1:
+            jobs["decode", self.rows[0], context] = (_decode, (params, cache, empty_rows(self.rows[0]), np.int32(1)))
+        for P, S in self.prefill_shapes:
+            ids_PS, slots_P = np.zeros((P, S), np.int32), np.zeros(P, np.int32)
+            jobs["prefill", P, S, context] = (_prefill, (params, cache, ids_PS, ids_PS, slots_P))
         slots_P = np.zeros(COPY_ROWS, np.int32)
         jobs["copy",] = (_copy, (cache, slots_P, slots_P))
 
@@ -130,8 +128,8 @@ class Programs:
 
     def prefill(self, params, cache: Cache, ids_PS, positions_PS, slots_P) -> Cache:
         """The cache with the keys and values of P prompts' next S tokens; (P, S) is one of `prefill_shapes`."""
-        length = self._fit(self._halves, int(positions_PS.max()) + 1)
-        return self._programs["prefill", *ids_PS.shape, length](params, cache, ids_PS, positions_PS, slots_P)
+        program = self._programs["prefill", *ids_PS.shape, cache.length]
+        return program(params, cache, ids_PS, positions_PS, slots_P)
 
     def copy(self, cache: Cache, pairs: list[tuple[int, int]]) -> Cache:
         """The cache with the first slot of each pair copied over the second."""
@@ -146,11 +144,11 @@ class Programs:
 
         A row ends at a stop id (which is drawn and reported) or when it has drawn all it may.
         """
-        count = len(rows["token_B"])
-        longest = int(np.max(rows["position_B"] + np.minimum(rows["left_B"], steps)))
+        count, length = len(rows["token_B"]), cache.length
         if count == cache.slots:
             rows = {name: value for name, value in rows.items() if name != "slot_B"}
-        length = self._fit(self.lengths if count == cache.slots else self._halves, longest)
+            longest = int(np.max(rows["position_B"] + np.minimum(rows["left_B"], steps)))
+            length = next(length for length in self.lengths if length >= longest)
         ids_SB, logprobs_SB, cache = self._programs["decode", count, length](params, cache, rows, np.int32(steps))
         return np.asarray(ids_SB), np.asarray(logprobs_SB), cache
 
@@ -158,10 +156,6 @@ class Programs:
     def compilations(self) -> int:
         """Programs compiled, plus whatever the calling thread has compiled since (it should be nothing)."""
         return len(self._programs) + _compiled_on_thread[threading.get_ident()]
-
-    @staticmethod
-    def _fit(lengths: tuple[int, ...], entries: int) -> int:
-        return next(length for length in lengths if length >= entries)
 
 
 _compiled_on_thread: collections.Counter[int] = collections.Counter()

@@ -1,8 +1,11 @@
 """Checkpoints of a training run: Orbax in the background, one folder per step, the newest good one restored."""
 
+import json
+import logging
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ class Checkpoints:
         self.directory = Path(directory).resolve()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._saving: int | None = None
+        # Orbax logs every failure with its tracebacks, and then raises it: one sentence of ours is to be read.
+        logging.getLogger("absl").addFilter(_not_from_orbax)
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
@@ -49,11 +54,13 @@ class Checkpoints:
         free = shutil.disk_usage(self.directory).free
         if needed > free:
             raise CheckpointError(self._no_room(step, f"needs {needed:,} bytes where {free:,} are free"))
-        own = {
+        about = {
             "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
             "checksums": _checksums(arrays),
+            "extra": extra,
         }
-        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave({**own, "extra": extra}))
+        about["crc32"] = _crc32(about)
+        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(about))
         self._saving = step
         try:
             self._manager.save(step, args=items, force=True)
@@ -89,7 +96,7 @@ class Checkpoints:
             except CheckpointError:
                 raise
             except Exception as error:  # whatever the storage layers raise on a bad file
-                damaged[step] = f"{error}".strip().splitlines()[0][:200] if f"{error}".strip() else type(error).__name__
+                damaged[step] = _gist(error)
                 continue
             for bad, why in damaged.items():
                 (self.directory / str(bad)).rename(self.directory / f"{bad}.damaged")
@@ -111,9 +118,13 @@ class Checkpoints:
 
     def _restore(self, step: int, template: Any) -> tuple[Any, dict]:
         saved = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+        if saved.pop("crc32", None) != _crc32(saved):
+            raise ValueError("the checksum of its description does not match")
         wanted = _named(template)
         shapes = {name: [list(array.shape), str(array.dtype)] for name, array in wanted.items()}
-        if differing := sorted(name for name in shapes | saved["arrays"] if shapes.get(name) != saved["arrays"].get(name)):
+        if differing := sorted(
+            name for name in shapes | saved["arrays"] if shapes.get(name) != saved["arrays"].get(name)
+        ):
             name = differing[0]
             raise CheckpointError(
                 f"checkpoint {step} in {self.directory} was written by another configuration: {name} is "
@@ -136,18 +147,33 @@ class Checkpoints:
             raise error
         for leftover in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        reason = f"{error}".strip().splitlines()[0][:300]
-        raise CheckpointError(self._no_room(step, f"could not be written ({reason})")) from error
+        raise CheckpointError(self._no_room(step, f"could not be written ({_gist(error)})")) from error
 
     def _no_room(self, step: int, why: str) -> str:
         good = f"checkpoint {self.steps[-1]} is untouched" if self.steps else "there is no earlier one"
         return f"checkpoint {step} in {self.directory} {why}: make room there and run the same command again ({good})"
 
 
+def _gist(error: Exception) -> str:
+    # The storage layers append their whole settings to what went wrong.
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0].split(". See full TensorStore details")[0]
+    return text if len(text) <= 200 else f"{text[:60]} … {text[-135:]}"
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
 def _named(tree: Any) -> dict[str, Any]:
     # One flat dict of plain names: what is on disk does not depend on the classes of any library.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _crc32(about: dict) -> int:
+    # Of what is read back, in which keys are strings and tuples lists.
+    return zlib.crc32(json.dumps(json.loads(json.dumps(about)), sort_keys=True).encode())
 
 
 @jax.jit

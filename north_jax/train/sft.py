@@ -3,10 +3,8 @@
 import contextlib
 import hashlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
@@ -16,10 +14,11 @@ from tqdm import tqdm
 
 from north_jax.data import BatchIterator, Packed
 from north_jax.train.checkpoint import CheckpointError, Checkpoints
+from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import sft_loss
 from north_jax.train.metrics import MetricsWriter
 from north_jax.train.optimizer import adamw, make_schedule
-from north_jax.train.step import TrainState, init_state, make_train_step, restart, shard_batch
+from north_jax.train.step import init_state, make_train_step, restart, shard_batch
 
 
 def stage_config(**values) -> ConfigDict:
@@ -28,7 +27,9 @@ def stage_config(**values) -> ConfigDict:
     The learning rate rises to `lr` over `warmup` steps and then follows `decay` ("linear" or "cosine" to 0 at the
     stage's end, or "constant"). Raises KeyError for a name that is not a setting.
     """
-    config = ConfigDict({"row_length": 256, "batch_rows": 16, "epochs": 1.0, "lr": 1e-3, "warmup": 20, "decay": "linear"})
+    config = ConfigDict(
+        {"row_length": 256, "batch_rows": 16, "epochs": 1.0, "lr": 1e-3, "warmup": 20, "decay": "linear"}
+    )
     config.lock().update(values)
     return config
 
@@ -104,7 +105,7 @@ def run_sft(
                 )
         writer = MetricsWriter(workdir / "metrics.jsonl", after_step=total)
         stack.callback(writer.close)
-        interrupted = stack.enter_context(_interrupts())
+        interrupted = stack.enter_context(interrupts())
 
         for index in range(first, len(stages)):
             if index > first:
@@ -116,7 +117,9 @@ def run_sft(
             train_step = make_train_step(sft_loss, optimizers[index], mesh)
             label = f"SFT stage {index + 1}/{len(stages)}, {stage.row_length} tokens"
             bar = stack.enter_context(
-                tqdm(total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True)
+                tqdm(
+                    total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True
+                )
             )
             report = _Reporter(writer, bar, f"sft{index + 1}")
             while done < steps[index]:
@@ -168,26 +171,6 @@ class _Reporter:
             values["compile_seconds"], self.compiled = seconds, True
         self.writer.write(step, values, stage=self.stage)
         self.bar.update()
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    # The first SIGINT sets the event, the second acts as ever. Only the main thread may handle signals.
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def handle(number, frame):
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _digest(packed: Packed, stage: ConfigDict, seed: int) -> str:

@@ -220,7 +220,10 @@ def save(
     path = pathlib.Path(path).absolute()
     partial, replaced = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.replaced")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in (partial, replaced):  # of a writer that was killed
+    # What a writer that was killed left behind; between its two renames the old folder is still the good one.
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     try:
@@ -244,6 +247,8 @@ def _write_folder(folder: pathlib.Path, model: Decoder, version: str, step: int,
             if file.is_file() and not file.name.startswith(("model", "config.json", "generation_config", "north_")):
                 shutil.copyfile(file, folder / file.name)
     tensors = to_tensors(model)
+    config = dataclasses.replace(model.config, dtype=str(tensors["model.embed_tokens.weight"].dtype)).to_hf()
+    write_json("config.json", config)
     shards = _split(tensors, max_shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
@@ -254,8 +259,7 @@ def _write_folder(folder: pathlib.Path, model: Decoder, version: str, step: int,
         write_json(_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file, shard in zip(names, shards, strict=True):
         save_file({name: tensors[name] for name in shard}, folder / file, metadata={"format": "pt"})
-    config = dataclasses.replace(model.config, dtype=str(tensors["model.embed_tokens.weight"].dtype)).to_hf()
-    write_json("config.json", config)
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the library's own mode is for its owner only
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json("generation_config.json", {"_from_model_config": True, **special})
     write_json("north_manifest.json", {"weight_version": version, "step": step})

@@ -67,8 +67,8 @@ def sequence(model: Decoder, recording: Recording, n: int) -> Iterator[Differenc
     """One unpadded sequence: logits, log-probabilities, and the trace and the wider window where recorded."""
     prefix = f"len{n}"
     ids_BS = jnp.asarray(recording[f"{prefix}/input_ids"])[None]
-    trace: dict[str, jax.Array] = {}
-    logits_SV = np.asarray(model.logits(model.hidden(ids_BS, trace=trace)))[0]
+    logits_BSV, trace = _traced(model, ids_BS)
+    logits_SV = np.asarray(logits_BSV)[0]
     yield _absolute(f"{prefix}/logits", logits_SV, recording[f"{prefix}/logits"])
     if f"{prefix}/token_logprobs" in recording:
         logps_S = _next_logprobs(logits_SV[None], np.asarray(ids_BS))[0]
@@ -79,28 +79,21 @@ def sequence(model: Decoder, recording: Recording, n: int) -> Iterator[Differenc
         if not key.startswith(f"{prefix}/trace/"):
             continue
         name = key.removeprefix(f"{prefix}/trace/")
-        if name.endswith("router_probs"):
-            ours = jax.nn.sigmoid(trace[name.replace("probs", "logits")])
-        else:
-            ours = trace[name]
+        if name not in trace:
+            raise ValueError(f"the recording's {key} is not a quantity of this model; give the model's own recording")
         tolerance = 0.0 if name.endswith("indices") else LOGITS
-        yield _absolute(key, np.asarray(ours)[0], recording[key], tolerance)
-    if f"{prefix}/logits_window_plus_1" in recording:
-        wider = _with_config(model, window_inclusive=True)
-        yield _absolute(
-            f"{prefix}/logits_window_plus_1", np.asarray(wider(ids_BS))[0], recording[f"{prefix}/logits_window_plus_1"]
-        )
+        yield _absolute(key, np.asarray(trace[name])[0], recording[key], tolerance)
+    if (key := f"{prefix}/logits_window_plus_1") in recording:
+        logits_BSV, _ = _traced(_with_config(model, window_inclusive=True), ids_BS)
+        yield _absolute(key, np.asarray(logits_BSV)[0], recording[key])
 
 
 def padded(model: Decoder, recording: Recording, side: str) -> Iterator[Difference]:
     """A padded batch: logits and summed log-probabilities at its real tokens."""
     prefix = f"pad_{side}"
     ids_BS, mask_BS = np.asarray(recording[f"{prefix}/input_ids"]), np.asarray(recording[f"{prefix}/attention_mask"])
-    logits_BSV = model(
-        jnp.asarray(ids_BS),
-        positions_BS=jnp.asarray(recording[f"{prefix}/position_ids"]),
-        segment_ids_BS=jnp.asarray(mask_BS),
-    )
+    positions_BS = jnp.asarray(recording[f"{prefix}/position_ids"])
+    logits_BSV, _ = _traced(model, jnp.asarray(ids_BS), positions_BS, jnp.asarray(mask_BS))
     logits_BSV = np.asarray(logits_BSV)
     real = mask_BS.astype(bool)
     yield _absolute(f"{prefix}/logits", logits_BSV[real], np.asarray(recording[f"{prefix}/logits"])[real])
@@ -116,12 +109,12 @@ def cached(model: Decoder, recording: Recording, n: int, prefill: int) -> Differ
     """
     ids_S = np.asarray(recording[f"len{n}/input_ids"])
     kv = init_cache(model.config, 2, n + 3, model.embedding_VD.dtype)
-    step = nnx.jit(lambda model, ids, positions, kv: model.step(ids, positions, kv, length=n))
     hidden = []
     for start, stop in [(0, prefill), *((t, t + 1) for t in range(prefill, n))]:
         positions_S = np.arange(start, stop)
         ids_BS = jnp.asarray(np.stack([np.zeros_like(ids_S[start:stop]), ids_S[start:stop]]))
-        x_BSD, kv = step(model, ids_BS, jnp.asarray(np.stack([-np.ones_like(positions_S), positions_S])), kv)
+        positions_BS = jnp.asarray(np.stack([-np.ones_like(positions_S), positions_S]))
+        x_BSD, kv = _step(model, ids_BS, positions_BS, kv)
         hidden.append(x_BSD[1])
     logits_SV = np.asarray(model.logits(jnp.concatenate(hidden)))
     return _absolute(f"cached/prefill{prefill}", logits_SV, recording[f"len{n}/logits"])
@@ -165,17 +158,28 @@ def greedy(model: Decoder, recording: Recording) -> Iterator[Difference]:
     prompt_S = np.asarray(recording["greedy/prompt_ids"])
     expected_S = np.asarray(recording["greedy/new_ids"])
     kv = init_cache(model.config, 1, len(prompt_S) + len(expected_S), model.embedding_VD.dtype)
-    step = nnx.jit(lambda model, ids, positions, kv: model.step(ids, positions, kv))
     feed, at, chosen, logps = prompt_S, 0, [], []
     for expected in expected_S:
         positions_BS = jnp.arange(at, at + len(feed))[None]
-        x_BSD, kv = step(model, jnp.asarray(feed)[None], positions_BS, kv)
+        x_BSD, kv = _step(model, jnp.asarray(feed)[None], positions_BS, kv)
         logits_V = model.logits(x_BSD[0, -1])
         chosen.append(int(jnp.argmax(logits_V)))
         logps.append(float(jax.nn.log_softmax(logits_V)[int(expected)]))
         at, feed = at + len(feed), np.asarray([expected])  # follow the recording, so that one slip counts once
     yield Difference("greedy/new_ids", float(np.sum(np.asarray(chosen) != expected_S)), 0.0)
     yield _absolute("greedy/logprobs", np.asarray(logps), recording["greedy/logprobs"])
+
+
+@nnx.jit
+def _traced(model: Decoder, ids_BS, positions_BS=None, segment_ids_BS=None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    trace: dict[str, jax.Array] = {}
+    x_BSD = model.hidden(ids_BS, positions_BS=positions_BS, segment_ids_BS=segment_ids_BS, trace=trace)
+    return model.logits(x_BSD), trace
+
+
+@nnx.jit
+def _step(model: Decoder, ids_BS, positions_BS, cache):
+    return model.step(ids_BS, positions_BS, cache)
 
 
 def _as_recorded(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -185,9 +189,8 @@ def _as_recorded(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
     def stacked(matrix: str) -> np.ndarray:
         prefix = name.rpartition(".")[0]
-        experts = sorted(
-            int(m.group(1)) for t in tensors if (m := re.fullmatch(rf"{prefix}\.(\d+)\.{matrix}\.weight", t))
-        )
+        pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.{matrix}\.weight")
+        experts = sorted(int(m.group(1)) for tensor in tensors if (m := pattern.fullmatch(tensor)))
         return np.stack([tensors[f"{prefix}.{e}.{matrix}.weight"] for e in experts])
 
     if name.endswith("gate_up_proj"):

@@ -46,7 +46,7 @@ def examples(seed, count=50, longest=24):
     for index in range(count):
         length = int(random.integers(2, longest + 1))
         ids = random.integers(1, 100, length).tolist()
-        made.append(Example(f"e{index}", ids, (random.random(length - 1) + 0.1).round(3).tolist() + [1.0]))
+        made.append(Example(f"e{index}", ids, [*(random.random(length - 1) + 0.1).round(3).tolist(), 1.0]))
     return made
 
 

@@ -1,6 +1,7 @@
 """What the recordings do not hold: packing, padding, block-wise windows, caches with slots, both expert paths."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,14 @@ TINY = ModelConfig(
 
 def decoder(moe="dense", **changes):
     return Decoder(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0), moe=moe)
+
+
+forward = nnx.jit(lambda model, ids_BS, **kwargs: model(ids_BS, **kwargs))
+
+
+@functools.partial(nnx.jit, static_argnames="length")
+def step(model, ids_BS, positions_BS, cache, slots_B=None, length=None):
+    return model.step(ids_BS, positions_BS, cache, length=length, slots_B=slots_B)
 
 
 def ids(*shape, seed=0):
@@ -58,8 +67,8 @@ def test_packed_segments_are_separate_sequences():
     segments = jnp.asarray([[1] * 5 + [2] * 11 + [3] * 16 + [0] * 8])
     positions = jnp.concatenate([*(jnp.arange(p.shape[1]) for p in parts), jnp.zeros(8, jnp.int32)])[None]
     for kwargs in ({}, {"positions_BS": positions}):  # rotary positions are relative
-        packed = model(row, segment_ids_BS=segments, **kwargs)
-        close(packed[:, :32], jnp.concatenate([model(p) for p in parts], axis=1))
+        packed = forward(model, row, segment_ids_BS=segments, **kwargs)
+        close(packed[:, :32], jnp.concatenate([forward(model, p) for p in parts], axis=1))
         assert np.isfinite(packed).all()
 
 
@@ -72,7 +81,7 @@ def test_padding_gets_no_gradient_and_no_nan():
         x_BSD = nnx.merge(graph, params).hidden(row, segment_ids_BS=segments)
         return jnp.sum(jnp.where(segments[..., None] > 0, x_BSD, 0.0) ** 2)
 
-    grads = nnx.to_pure_dict(jax.grad(loss)(params))
+    grads = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     unseen = np.setdiff1d(np.arange(TINY.vocab_size), np.asarray(row[0, :9]))
     assert np.abs(grads["embedding_VD"][unseen]).max() == 0
@@ -89,7 +98,7 @@ def test_dense_and_grouped_experts_agree(changes):
             logits = nnx.merge(graph, params)(row)
             return jnp.sum(logits**2), logits
 
-        grad, logits = jax.grad(loss, has_aux=True)(params)
+        grad, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
         outputs.append(logits)
         grads.append(jax.tree.leaves(grad))
     close(*outputs)
@@ -115,14 +124,15 @@ def test_router_works_in_float32_on_bfloat16_logits():
 def test_cached_chunks_in_chosen_slots_equal_one_pass():
     model = decoder()
     rows = ids(2, 40)
-    expected = model(rows)
+    expected = forward(model, rows)
     # Two sequences in slots 3 and 1, fed in chunks of different sizes, the last of them padded at the end.
     cache = init_cache(model.config, 4, 48)
     cache = jax.tree.map(lambda x: x + 7.0, cache)  # what an earlier request left behind must not be seen
     slots, got = jnp.asarray([3, 1]), []
     for start, stop, pad in ((0, 16, 0), (16, 17, 0), (17, 18, 0), (18, 34, 0), (34, 40, 2)):
         positions = jnp.tile(jnp.arange(start, stop), (2, 1))
-        x_BSD, cache = model.step(
+        x_BSD, cache = step(
+            model,
             jnp.pad(rows[:, start:stop], ((0, 0), (0, pad))),
             jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1),
             cache,
@@ -139,18 +149,17 @@ def test_cached_chunks_in_chosen_slots_equal_one_pass():
 def test_slots_decode_at_their_own_positions():
     model = decoder()
     rows = ids(3, 30)
-    expected = model(rows)
+    expected = forward(model, rows)
     lengths = np.asarray([5, 29, 12])
     cache = init_cache(model.config, 3, 32)
     fill = np.where(np.arange(29) < lengths[:, None], np.arange(29), -1)
-    _, cache = model.step(rows[:, :29], jnp.asarray(fill), cache)
-    step = jax.jit(lambda ids, positions, cache: model.step(ids, positions, cache))
-    x_BSD, cache = step(rows[np.arange(3), lengths][:, None], jnp.asarray(lengths[:, None]), cache)
+    _, cache = step(model, rows[:, :29], jnp.asarray(fill), cache)
+    x_BSD, cache = step(model, rows[np.arange(3), lengths][:, None], jnp.asarray(lengths[:, None]), cache)
     close(model.logits(x_BSD[:, 0]), expected[np.arange(3), lengths])
     # A slot without a request rides along as padding.
     before = jax.tree.leaves(cache)
     positions = jnp.asarray([[6], [-1], [13]])
-    x_BSD, cache = step(rows[jnp.arange(3), jnp.asarray([6, 0, 13])][:, None], positions, cache)
+    x_BSD, cache = step(model, rows[jnp.arange(3), jnp.asarray([6, 0, 13])][:, None], positions, cache)
     close(model.logits(x_BSD[0, 0]), expected[0, 6])
     close(model.logits(x_BSD[2, 0]), expected[2, 13])
     assert all((a[1] == b[1]).all() for a, b in zip(before, jax.tree.leaves(cache), strict=True))
@@ -159,8 +168,11 @@ def test_slots_decode_at_their_own_positions():
 def test_the_cache_is_updated_in_place():
     model = decoder()
     graph, params = nnx.split(model)
-    step = jax.jit(lambda params, ids, positions, cache: nnx.merge(graph, params).step(ids, positions, cache)[1])
-    donating = jax.jit(step, donate_argnums=3)
+
+    def feed(params, ids_BS, positions_BS, cache):
+        return nnx.merge(graph, params).step(ids_BS, positions_BS, cache)[1]
+
+    donating = jax.jit(feed, donate_argnums=3)
     cache = init_cache(model.config, 4, 64)
     held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
     cache = donating(params, ids(4, 1), jnp.zeros((4, 1), jnp.int32), cache)
@@ -173,7 +185,7 @@ def test_models_of_one_config_share_a_compilation():
 
 def test_bfloat16_parameters_give_float32_logits():
     model = Decoder(TINY, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    logits = model(ids(1, 16))
+    logits = forward(model, ids(1, 16))
     assert logits.dtype == jnp.float32
     assert np.isfinite(logits).all()
 

@@ -42,5 +42,5 @@ def test_unknown_names_and_values_that_are_not_finite_are_refused(tmp_path):
 def test_a_line_that_is_no_metric_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\nhello\n')
-    with pytest.raises(ValueError, match="m.jsonl line 2 is not a line of metrics"):
+    with pytest.raises(ValueError, match=r"m.jsonl line 2 is not a line of metrics"):
         read_metrics(path)

@@ -14,14 +14,14 @@ def tiny_model(seed: int = 0) -> Decoder:
         hidden_size=16,
         intermediate_size=8,
         prefix_dense_intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         sliding_window=8,
-        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+        layer_types=("sliding_attention", "full_attention"),
         dtype="float32",
     )
     return Decoder(config, rngs=nnx.Rngs(seed))

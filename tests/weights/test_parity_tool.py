@@ -39,7 +39,7 @@ def test_refuses_another_model(tmp_path):
     weights = load_file(tmp_path / "c" / "model.safetensors")
     weights["model.layers.2.mlp.gate.weight"] *= 1.01
     save_file(weights, tmp_path / "c" / "model.safetensors")
-    # Two sequences of the recording are enough to see it.
+    # One sequence of the recording is enough to see it.
     with np.load(SEEDS[0] / "oracle.npz") as file:
         np.savez(
             tmp_path / "few.npz", **{name: file[name] for name in file.files if name.startswith(("len1/", "len9/"))}
