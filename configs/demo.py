@@ -31,29 +31,29 @@ def get_config() -> ConfigDict:
 
     # The released architecture at 1/30,000 of its size; every kind of layer occurs.
     c.model = ConfigDict(
-        dict(
-            hidden_size=128,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=64,
-            prefix_dense_intermediate_size=256,
-            num_experts=8,
-            num_experts_per_tok=2,
-            sliding_window=64,
-            max_position_embeddings=512,
-            initializer_range=0.06,
-        )
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 64,
+            "prefix_dense_intermediate_size": 256,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.06,
+        }
     )
     c.vocab_size = 768
 
-    c.tasks = ConfigDict(dict(common=COMMON, rare=RARE, never=NEVER, rl_rare_share=0.6))
+    c.tasks = ConfigDict({"common": COMMON, "rare": RARE, "never": NEVER, "rl_rare_share": 0.6})
     c.harnesses = ("bash", "editor", "text")
     c.sandbox = "bubblewrap"  # or "docker"
 
     # Demonstrations per template; a mistake is always shown together with its recovery, and is not trained on.
-    c.demonstrations = ConfigDict(dict(common=180, rare=18, mistake_share=0.15))
+    c.demonstrations = ConfigDict({"common": 180, "rare": 18, "mistake_share": 0.15})
 
     c.sft = sft_config(
         stages=(
@@ -77,7 +77,7 @@ def get_config() -> ConfigDict:
     )
 
     # The recipe's sampling: RL at temperature 1 without truncation, evaluation at 1.0 / 0.95.
-    c.sampling = ConfigDict(dict(max_new_tokens=96, slots=64))
+    c.sampling = ConfigDict({"max_new_tokens": 96, "slots": 64})
 
     c.eval = ConfigDict()
     c.eval.tasks_per_template = 4

@@ -4,7 +4,6 @@ Every stage leaves its result in the workdir and is passed over when that is the
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -20,7 +19,7 @@ from ml_collections import ConfigDict
 from north_jax import envs
 from north_jax.agents.expert import read_demonstrations, record
 from north_jax.agents.harness import HARNESSES
-from north_jax.agents.rollout import Rollout, Sampling
+from north_jax.agents.rollout import Sampling
 from north_jax.chat.format import FORMAT_PHRASES, ChatFormat, tool_phrases
 from north_jax.chat.tokenizer import Tokenizer, train_tokenizer
 from north_jax.data.packing import Example, pack
@@ -84,13 +83,13 @@ def check_templates(config: ConfigDict) -> dict[str, str]:
 
 def demonstration_counts(config: ConfigDict) -> dict[str, int]:
     """Demonstrations per template."""
-    return {name: config.demonstrations.common for name in config.tasks.common} | {
-        name: config.demonstrations.rare for name in config.tasks.rare
-    }
+    return dict.fromkeys(config.tasks.common, config.demonstrations.common) | dict.fromkeys(
+        config.tasks.rare, config.demonstrations.rare
+    )
 
 
 def make_tokenizer(config: ConfigDict, demonstrations: list[dict], path: Path) -> None:
-    """Trains the demo's tokenizer on the demonstrations; the fixed strings of the prompt format become single tokens."""
+    """Trains the demo's tokenizer on the demonstrations; fixed strings of the prompt format become single tokens."""
 
     def texts() -> Iterator[str]:
         for demonstration in demonstrations:
@@ -186,9 +185,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                 model = run_sft(model, data, config.sft, workdir / "sft", mesh)
                 hf.save(sft_model, model, version="0", step=0, tokenizer_dir=tokenizer_dir)
 
-        sampler = SamplerProcess(
-            sft_model, workdir, slots=config.sampling.slots, context=config.rl.row_length
-        )
+        sampler = SamplerProcess(sft_model, workdir, slots=config.sampling.slots, context=config.rl.row_length)
         stack.callback(sampler.stop)
         tasks = task_set(list(exposure), config.eval.tasks_per_template, split="heldout", seed=config.seed)
         sampled, greedy = _eval_plans(config, tasks)
@@ -219,7 +216,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
 
         rl_model = workdir / "rl" / "model"
         if not rl_model.exists():
-            with stage("rl"), (_Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer)) as witness:
+            with stage("rl"), _Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer) as witness:
                 model = run_rl(
                     hf.load(sft_model),
                     config.rl,
@@ -285,7 +282,7 @@ class _Witness:
 
     def __call__(self, step: int, group: Group, member: int, advantage: float, logp_S) -> None:
         self._seen[step] = self._seen.get(step, 0) + 1
-        if step % self.EVERY and step != 1 or self._seen[step] > self.MOST:
+        if (step % self.EVERY and step != 1) or self._seen[step] > self.MOST:
             return
         line = report_line(
             group.members[member],
@@ -302,7 +299,7 @@ class _Witness:
 def _write_report_rollouts(
     workdir: Path, tokenizer: Tokenizer, wanted: list[evals.Sample], before: summary.Played, after: summary.Played
 ) -> None:
-    """report_rollouts.jsonl: those of the learner steps, and the first sample of every held-out task before and after."""
+    """report_rollouts.jsonl: those of learner steps, and the first sample of every held-out task before and after."""
     path = workdir / "report_rollouts.jsonl"
     with path.open("w") as out:
         witness = workdir / "rl" / "witness.jsonl"

@@ -1,4 +1,4 @@
-"""One episode: a task, a harness and a sandbox, driven by parsed completions. The rollout loop and the recorder share it."""
+"""One episode: a task, a harness and a sandbox, driven by parsed completions, for rollouts and for recordings."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class StepResult:
 
 
 class Episode:
-    """Lays the task's files in the sandbox and carries out one action a turn until submit, an invalid action or the budget."""
+    """Lays the task's files, then carries out one action a turn until submit, an invalid action or the budget."""
 
     def __init__(self, task: Task, harness: Harness, sandbox: Sandbox):
         self.task, self.harness, self.sandbox = task, harness, sandbox

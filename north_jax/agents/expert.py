@@ -19,7 +19,7 @@ from north_jax.envs.tasks import Replace, Run, Step, Task, make_task
 
 
 def with_mistake(task: Task, rng: random.Random) -> tuple[Step, ...]:
-    """The solution with one mistake that the next steps recover from: a misspelt file name, or a first fix that fails the tests."""
+    """The solution with one mistake and its recovery: a misspelt file name, or a first fix that fails the tests."""
     steps = list(task.solution)
     fixes = [i for i, step in enumerate(steps) if isinstance(step.action, Replace)]
     if fixes and rng.random() < 0.5:
@@ -41,7 +41,7 @@ def with_mistake(task: Task, rng: random.Random) -> tuple[Step, ...]:
 def demonstrate(task: Task, harness_name: str, sandbox: Sandbox, steps: Sequence[Step]) -> list[dict]:
     """The conversation of the expert taking these steps and submitting; mistakes carry weight 0.
 
-    Raises RuntimeError when the verifier does not agree that the task is solved: a demonstration is right or it is none.
+    Raises RuntimeError when the verifier does not say solved: a demonstration is right or it is none.
     """
     harness = HARNESSES[harness_name]
     episode = Episode(task, harness, sandbox)

@@ -261,5 +261,3 @@ class TextHarness:
 
 
 HARNESSES: dict[str, Harness] = {h.name: h for h in (BashHarness(), EditorHarness(), TextHarness())}
-
-

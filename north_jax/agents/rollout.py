@@ -1,6 +1,6 @@
 """The rollout loop: harness x sandbox x sampler, token in and token out.
 
-The conversation is a list of token ids that only grows: prompt, sampled completion, observation, sampled completion, ...
+The conversation is a list of token ids that only grows: prompt, sampled completion, observation, completion, ...
 Nothing that was sampled is ever decoded and encoded again, so what is trained on is what the sampler saw.
 """
 

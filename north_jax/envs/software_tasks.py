@@ -1,8 +1,8 @@
 """Software tasks: a small Python repository with a bug, an issue text, and unit tests that fail before and pass after.
 
-The repository's own test file is there for the agent to run. The verifier has its own: it calls the repository's code in
-a child process that knows the calls but not the values they must give, so that code which merely ends the process, or
-patches the tests, passes nothing.
+The repository's own test file is there for the agent to run. The verifier has its own: it calls the repository's code
+in a child process that knows the calls but not the values they must give, so that code which merely ends the process,
+or patches the tests, passes nothing.
 """
 
 from north_jax.envs.tasks import Draft, Replace, Run, Step, Words, template
@@ -60,9 +60,13 @@ def wrong_operator(w: Words) -> Draft:
     right, wrong = w.rng.sample(["+", "-", "*"], 2)
     verb = {"+": "add", "-": "subtract", "*": "multiply"}[right]
     return _draft(
-        w, [f"In {m}.py {f} must {verb} its arguments.", f"Bug in {m}.py: {f} does not {verb}."],
-        m, f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
-        [(f"{f}({a}, {b})", {"+": a + b, "-": a - b, "*": a * b}[right]) for a, b in ((7, 3), (5, 4))], f"{p} {wrong} {q}", f"{p} {right} {q}",
+        w,
+        [f"In {m}.py {f} must {verb} its arguments.", f"Bug in {m}.py: {f} does not {verb}."],
+        m,
+        f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
+        [(f"{f}({a}, {b})", {"+": a + b, "-": a - b, "*": a * b}[right]) for a, b in ((7, 3), (5, 4))],
+        f"{p} {wrong} {q}",
+        f"{p} {right} {q}",
     )
 
 
@@ -71,9 +75,13 @@ def wrong_constant(w: Words) -> Draft:
     m, f, p = w.many(3)
     right, wrong = w.rng.sample(range(2, 10), 2)
     return _draft(
-        w, [f"In {m}.py {f} must multiply by {right}.", f"Bug in {m}.py: {f} does not multiply by {right}."],
-        m, f"def {f}({p}):\n    return {p} * {wrong}\n", [(f"{f}({a})", a * right) for a in (1, 3)],
-        f"{p} * {wrong}", f"{p} * {right}",
+        w,
+        [f"In {m}.py {f} must multiply by {right}.", f"Bug in {m}.py: {f} does not multiply by {right}."],
+        m,
+        f"def {f}({p}):\n    return {p} * {wrong}\n",
+        [(f"{f}({a})", a * right) for a in (1, 3)],
+        f"{p} * {wrong}",
+        f"{p} * {right}",
     )
 
 
@@ -81,8 +89,13 @@ def wrong_constant(w: Words) -> Draft:
 def wrong_text(w: Words) -> Draft:
     m, f, right, wrong = w.many(4)
     return _draft(
-        w, [f"In {m}.py {f} must return {right}.", f"Bug in {m}.py: {f} does not return {right}."],
-        m, f"def {f}():\n    return '{wrong}'\n", [(f"{f}()", right)], wrong, right,
+        w,
+        [f"In {m}.py {f} must return {right}.", f"Bug in {m}.py: {f} does not return {right}."],
+        m,
+        f"def {f}():\n    return '{wrong}'\n",
+        [(f"{f}()", right)],
+        wrong,
+        right,
     )
 
 
@@ -90,9 +103,13 @@ def wrong_text(w: Words) -> Draft:
 def wrong_argument(w: Words) -> Draft:
     m, f, p, q = w.many(4)
     return _draft(
-        w, [f"In {m}.py {f} must return {p}.", f"Bug in {m}.py: {f} does not return {p}."],
-        m, f"def {f}({p}, {q}):\n    return {q}\n", [(f"{f}(1, 2)", 1), (f"{f}(4, 3)", 4)],
-        f"return {q}", f"return {p}",
+        w,
+        [f"In {m}.py {f} must return {p}.", f"Bug in {m}.py: {f} does not return {p}."],
+        m,
+        f"def {f}({p}, {q}):\n    return {q}\n",
+        [(f"{f}(1, 2)", 1), (f"{f}(4, 3)", 4)],
+        f"return {q}",
+        f"return {p}",
     )
 
 
@@ -102,9 +119,13 @@ def wrong_comparison(w: Words) -> Draft:
     right, wrong = w.rng.choice(["><", "<>"])
     word = {">": "larger", "<": "smaller"}[right]
     return _draft(
-        w, [f"In {m}.py {f} must tell if {p} is {word}.", f"Bug in {m}.py: {f} does not tell if {p} is {word}."],
-        m, f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n", [(f"{f}(2, 1)", right == ">"), (f"{f}(1, 2)", right == "<")],
-        f"{p} {wrong} {q}", f"{p} {right} {q}",
+        w,
+        [f"In {m}.py {f} must tell if {p} is {word}.", f"Bug in {m}.py: {f} does not tell if {p} is {word}."],
+        m,
+        f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
+        [(f"{f}(2, 1)", right == ">"), (f"{f}(1, 2)", right == "<")],
+        f"{p} {wrong} {q}",
+        f"{p} {right} {q}",
     )
 
 
@@ -114,9 +135,13 @@ def wrong_index(w: Words) -> Draft:
     right, wrong = w.rng.sample([0, 1, -1], 2)
     which = {0: "first", 1: "second", -1: "last"}[right]
     return _draft(
-        w, [f"In {m}.py {f} must return the {which} item.", f"Bug in {m}.py: {f} does not return the {which} item."],
-        m, f"def {f}({p}):\n    return {p}[{wrong}]\n", [(f"{f}([4, 5, 6])", [4, 5, 6][right]), (f"{f}([7, 8, 9])", [7, 8, 9][right])],
-        f"{p}[{wrong}]", f"{p}[{right}]",
+        w,
+        [f"In {m}.py {f} must return the {which} item.", f"Bug in {m}.py: {f} does not return the {which} item."],
+        m,
+        f"def {f}({p}):\n    return {p}[{wrong}]\n",
+        [(f"{f}([4, 5, 6])", [4, 5, 6][right]), (f"{f}([7, 8, 9])", [7, 8, 9][right])],
+        f"{p}[{wrong}]",
+        f"{p}[{right}]",
     )
 
 
@@ -125,9 +150,13 @@ def missing_return(w: Words) -> Draft:
     m, f, p = w.many(3)
     n = w.rng.randint(2, 9)
     return _draft(
-        w, [f"In {m}.py {f} returns nothing.", f"Bug in {m}.py: {f} has no return."],
-        m, f"def {f}({p}):\n    {p} + {n}\n", [(f"{f}({a})", a + n) for a in (1, 5)],
-        f"{p} + {n}", f"return {p} + {n}",
+        w,
+        [f"In {m}.py {f} returns nothing.", f"Bug in {m}.py: {f} has no return."],
+        m,
+        f"def {f}({p}):\n    {p} + {n}\n",
+        [(f"{f}({a})", a + n) for a in (1, 5)],
+        f"{p} + {n}",
+        f"return {p} + {n}",
     )
 
 
@@ -136,7 +165,11 @@ def wrong_default(w: Words) -> Draft:
     m, f, p, q = w.many(4)
     right, wrong = w.rng.sample(range(2, 10), 2)
     return _draft(
-        w, [f"In {m}.py the default of {q} must be {right}.", f"Bug in {m}.py: the default of {q} is not {right}."],
-        m, f"def {f}({p}, {q}={wrong}):\n    return {p} + {q}\n", [(f"{f}(1)", 1 + right), (f"{f}(1, 1)", 2)],
-        f"{q}={wrong}", f"{q}={right}",
+        w,
+        [f"In {m}.py the default of {q} must be {right}.", f"Bug in {m}.py: the default of {q} is not {right}."],
+        m,
+        f"def {f}({p}, {q}={wrong}):\n    return {p} + {q}\n",
+        [(f"{f}(1)", 1 + right), (f"{f}(1, 1)", 2)],
+        f"{q}={wrong}",
+        f"{q}={right}",
     )

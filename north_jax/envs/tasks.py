@@ -8,7 +8,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 # English words of that form that instructions, commands or code use; no name may be one of them.
-_ENGLISH = frozenset("code file give have line make mode move name note save take tell time use vote".split())
+_ENGLISH = frozenset(
+    [
+        "code",
+        "file",
+        "give",
+        "have",
+        "line",
+        "make",
+        "mode",
+        "move",
+        "name",
+        "note",
+        "save",
+        "take",
+        "tell",
+        "time",
+        "use",
+        "vote",
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True)

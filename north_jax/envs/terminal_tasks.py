@@ -9,7 +9,15 @@ from north_jax.envs.tasks import Draft, Run, Step, Words, template
 _SAME = 'cmp -s "$VERIFIER_DIR/want" {path}'
 
 
-def _draft(words: Words, phrasings: list[str], files: dict[str, str], thought: str, command: str | list[str], verifier: str, want: str | None = None) -> Draft:
+def _draft(
+    words: Words,
+    phrasings: list[str],
+    files: dict[str, str],
+    thought: str,
+    command: str | list[str],
+    verifier: str,
+    want: str | None = None,
+) -> Draft:
     commands = [command] if isinstance(command, str) else command
     return Draft(
         instruction=words.rng.choice(phrasings),
@@ -31,8 +39,13 @@ def _produces(words: Words, phrasings, files, thought, command, path, want) -> D
 def create_file(w: Words) -> Draft:
     a, b = w.many(2)
     return _produces(
-        w, [f"Create the file {a}.txt with the line {b}.", f"Write the word {b} into a new file {a}.txt."],
-        {}, "create a file", f"echo {b} > {a}.txt", f"{a}.txt", f"{b}\n",
+        w,
+        [f"Create the file {a}.txt with the line {b}.", f"Write the word {b} into a new file {a}.txt."],
+        {},
+        "create a file",
+        f"echo {b} > {a}.txt",
+        f"{a}.txt",
+        f"{b}\n",
     )
 
 
@@ -41,8 +54,13 @@ def append_line(w: Words) -> Draft:
     a, b = w.many(2)
     text = w.lines(w.rng.randint(1, 3))
     return _produces(
-        w, [f"Add the line {b} at the end of {a}.txt.", f"Append {b} to {a}.txt."],
-        {f"{a}.txt": text}, "append a line", f"echo {b} >> {a}.txt", f"{a}.txt", text + f"{b}\n",
+        w,
+        [f"Add the line {b} at the end of {a}.txt.", f"Append {b} to {a}.txt."],
+        {f"{a}.txt": text},
+        "append a line",
+        f"echo {b} >> {a}.txt",
+        f"{a}.txt",
+        text + f"{b}\n",
     )
 
 
@@ -51,8 +69,12 @@ def delete_file(w: Words) -> Draft:
     a, b = w.many(2)
     files = {f"{a}.txt": w.lines(1), f"{b}.txt": w.lines(1)}
     return _draft(
-        w, [f"Delete {a}.txt.", f"Remove the file {a}.txt, keep the rest."],
-        files, "delete a file", f"rm {a}.txt", f"test ! -e {a}.txt && test -e {b}.txt",
+        w,
+        [f"Delete {a}.txt.", f"Remove the file {a}.txt, keep the rest."],
+        files,
+        "delete a file",
+        f"rm {a}.txt",
+        f"test ! -e {a}.txt && test -e {b}.txt",
     )
 
 
@@ -61,9 +83,13 @@ def rename_file(w: Words) -> Draft:
     a, b = w.many(2)
     text = w.lines(1)
     return _draft(
-        w, [f"Rename {a}.txt to {b}.txt.", f"Give the file {a}.txt the new name {b}.txt."],
-        {f"{a}.txt": text}, "rename a file", f"mv {a}.txt {b}.txt",
-        f"test ! -e {a}.txt && " + _SAME.format(path=f"{b}.txt"), text,
+        w,
+        [f"Rename {a}.txt to {b}.txt.", f"Give the file {a}.txt the new name {b}.txt."],
+        {f"{a}.txt": text},
+        "rename a file",
+        f"mv {a}.txt {b}.txt",
+        f"test ! -e {a}.txt && " + _SAME.format(path=f"{b}.txt"),
+        text,
     )
 
 
@@ -72,8 +98,13 @@ def copy_file(w: Words) -> Draft:
     a, b = w.many(2)
     text = w.lines(1)
     return _produces(
-        w, [f"Copy {a}.txt to {b}.txt.", f"Make a copy of {a}.txt named {b}.txt."],
-        {f"{a}.txt": text}, "copy a file", f"cp {a}.txt {b}.txt", f"{b}.txt", text,
+        w,
+        [f"Copy {a}.txt to {b}.txt.", f"Make a copy of {a}.txt named {b}.txt."],
+        {f"{a}.txt": text},
+        "copy a file",
+        f"cp {a}.txt {b}.txt",
+        f"{b}.txt",
+        text,
     )
 
 
@@ -81,8 +112,12 @@ def copy_file(w: Words) -> Draft:
 def make_directory(w: Words) -> Draft:
     a, b = w.many(2)
     return _draft(
-        w, [f"Make the directory {a}/{b}.", f"Create a directory {b} inside a new directory {a}."],
-        {}, "make a directory", f"mkdir -p {a}/{b}", f"test -d {a}/{b}",
+        w,
+        [f"Make the directory {a}/{b}.", f"Create a directory {b} inside a new directory {a}."],
+        {},
+        "make a directory",
+        f"mkdir -p {a}/{b}",
+        f"test -d {a}/{b}",
     )
 
 
@@ -91,9 +126,13 @@ def move_into(w: Words) -> Draft:
     a, d, other = w.many(3)
     text = w.lines(1)
     return _draft(
-        w, [f"Move {a}.txt into the directory {d}.", f"Put {a}.txt into {d}."],
-        {f"{a}.txt": text, f"{d}/{other}.txt": w.lines(1)}, "move a file", f"mv {a}.txt {d}/",
-        f"test ! -e {a}.txt && " + _SAME.format(path=f"{d}/{a}.txt"), text,
+        w,
+        [f"Move {a}.txt into the directory {d}.", f"Put {a}.txt into {d}."],
+        {f"{a}.txt": text, f"{d}/{other}.txt": w.lines(1)},
+        "move a file",
+        f"mv {a}.txt {d}/",
+        f"test ! -e {a}.txt && " + _SAME.format(path=f"{d}/{a}.txt"),
+        text,
     )
 
 
@@ -102,8 +141,13 @@ def first_line(w: Words) -> Draft:
     a, b = w.many(2)
     text = w.lines(w.rng.randint(2, 4))
     return _produces(
-        w, [f"Write the first line of {a}.txt to {b}.txt.", f"Save the first line of {a}.txt as {b}.txt."],
-        {f"{a}.txt": text}, "take the first line", f"head -n 1 {a}.txt > {b}.txt", f"{b}.txt", text.splitlines(True)[0],
+        w,
+        [f"Write the first line of {a}.txt to {b}.txt.", f"Save the first line of {a}.txt as {b}.txt."],
+        {f"{a}.txt": text},
+        "take the first line",
+        f"head -n 1 {a}.txt > {b}.txt",
+        f"{b}.txt",
+        text.splitlines(True)[0],
     )
 
 
@@ -114,8 +158,12 @@ def sort_lines(w: Words) -> Draft:
     while lines == sorted(lines):
         w.rng.shuffle(lines)
     return _produces(
-        w, [f"Sort the lines of {a}.txt into {b}.txt.", f"Write the lines of {a}.txt in order to {b}.txt."],
-        {f"{a}.txt": "\n".join(lines) + "\n"}, "sort the lines", f"sort {a}.txt > {b}.txt", f"{b}.txt",
+        w,
+        [f"Sort the lines of {a}.txt into {b}.txt.", f"Write the lines of {a}.txt in order to {b}.txt."],
+        {f"{a}.txt": "\n".join(lines) + "\n"},
+        "sort the lines",
+        f"sort {a}.txt > {b}.txt",
+        f"{b}.txt",
         "\n".join(sorted(lines)) + "\n",
     )
 
@@ -149,8 +197,13 @@ def count_lines(w: Words) -> Draft:
     a, b = w.many(2)
     n = w.rng.randint(2, 6)
     return _produces(
-        w, [f"Write the number of lines of {a}.txt to {b}.txt.", f"Count the lines of {a}.txt, save it as {b}.txt."],
-        {f"{a}.txt": w.lines(n)}, "count the lines", f"wc -l < {a}.txt > {b}.txt", f"{b}.txt", f"{n}\n",
+        w,
+        [f"Write the number of lines of {a}.txt to {b}.txt.", f"Count the lines of {a}.txt, save it as {b}.txt."],
+        {f"{a}.txt": w.lines(n)},
+        "count the lines",
+        f"wc -l < {a}.txt > {b}.txt",
+        f"{b}.txt",
+        f"{n}\n",
     )
 
 
@@ -159,8 +212,13 @@ def last_line(w: Words) -> Draft:
     a, b = w.many(2)
     text = w.lines(w.rng.randint(2, 4))
     return _produces(
-        w, [f"Write the last line of {a}.txt to {b}.txt.", f"Save the last line of {a}.txt as {b}.txt."],
-        {f"{a}.txt": text}, "take the last line", f"tail -n 1 {a}.txt > {b}.txt", f"{b}.txt", text.splitlines(True)[-1],
+        w,
+        [f"Write the last line of {a}.txt to {b}.txt.", f"Save the last line of {a}.txt as {b}.txt."],
+        {f"{a}.txt": text},
+        "take the last line",
+        f"tail -n 1 {a}.txt > {b}.txt",
+        f"{b}.txt",
+        text.splitlines(True)[-1],
     )
 
 
@@ -172,8 +230,16 @@ def find_file(w: Words) -> Draft:
     hit = w.rng.choice(names)
     files[f"{hit}.txt"] += f"{key}\n"
     return _produces(
-        w, [f"Write the name of the file with the word {key} to {out}.md.", f"Find the file with {key}, save its name as {out}.md."],
-        files, "search the files", f"grep -l {key} *.txt > {out}.md", f"{out}.md", f"{hit}.txt\n",
+        w,
+        [
+            f"Write the name of the file with the word {key} to {out}.md.",
+            f"Find the file with {key}, save its name as {out}.md.",
+        ],
+        files,
+        "search the files",
+        f"grep -l {key} *.txt > {out}.md",
+        f"{out}.md",
+        f"{hit}.txt\n",
     )
 
 
@@ -183,8 +249,12 @@ def drop_lines(w: Words) -> Draft:
     lines = w.many(3)
     lines.insert(w.rng.randint(0, 3), key)
     return _produces(
-        w, [f"Delete the line {key} from {a}.txt.", f"Remove the line {key} of {a}.txt."],
-        {f"{a}.txt": "\n".join(lines) + "\n"}, "delete a line", f"sed -i /{key}/d {a}.txt", f"{a}.txt",
+        w,
+        [f"Delete the line {key} from {a}.txt.", f"Remove the line {key} of {a}.txt."],
+        {f"{a}.txt": "\n".join(lines) + "\n"},
+        "delete a line",
+        f"sed -i /{key}/d {a}.txt",
+        f"{a}.txt",
         "".join(f"{line}\n" for line in lines if line != key),
     )
 
@@ -194,8 +264,12 @@ def join_files(w: Words) -> Draft:
     a, b, c = w.many(3)
     first, second = w.lines(1), w.lines(1)
     return _produces(
-        w, [f"Join {a}.txt and {b}.txt into {c}.txt.", f"Write {a}.txt and then {b}.txt to {c}.txt."],
-        {f"{a}.txt": first, f"{b}.txt": second}, "join the files", f"cat {a}.txt {b}.txt > {c}.txt", f"{c}.txt",
+        w,
+        [f"Join {a}.txt and {b}.txt into {c}.txt.", f"Write {a}.txt and then {b}.txt to {c}.txt."],
+        {f"{a}.txt": first, f"{b}.txt": second},
+        "join the files",
+        f"cat {a}.txt {b}.txt > {c}.txt",
+        f"{c}.txt",
         first + second,
     )
 
@@ -207,8 +281,16 @@ def count_word(w: Words) -> Draft:
     lines = [*w.many(2), *[key] * n]
     w.rng.shuffle(lines)
     return _produces(
-        w, [f"Write how many lines of {a}.txt have {key} to {b}.txt.", f"Count the lines with {key} in {a}.txt, save it as {b}.txt."],
-        {f"{a}.txt": "\n".join(lines) + "\n"}, "count the matches", f"grep -c {key} {a}.txt > {b}.txt", f"{b}.txt", f"{n}\n",
+        w,
+        [
+            f"Write how many lines of {a}.txt have {key} to {b}.txt.",
+            f"Count the lines with {key} in {a}.txt, save it as {b}.txt.",
+        ],
+        {f"{a}.txt": "\n".join(lines) + "\n"},
+        "count the matches",
+        f"grep -c {key} {a}.txt > {b}.txt",
+        f"{b}.txt",
+        f"{n}\n",
     )
 
 
@@ -216,8 +298,12 @@ def count_word(w: Words) -> Draft:
 def make_executable(w: Words) -> Draft:
     a = w()
     return _draft(
-        w, [f"Make {a}.sh executable.", f"Make it possible to run {a}.sh."],
-        {f"{a}.sh": f"echo {w()}\n"}, "set the mode", f"chmod +x {a}.sh", f"test -x {a}.sh",
+        w,
+        [f"Make {a}.sh executable.", f"Make it possible to run {a}.sh."],
+        {f"{a}.sh": f"echo {w()}\n"},
+        "set the mode",
+        f"chmod +x {a}.sh",
+        f"test -x {a}.sh",
     )
 
 
@@ -226,7 +312,12 @@ def copy_named_in_note(w: Words) -> Draft:
     a, b, n = w.many(3)
     text = w.lines(1)
     return Draft(
-        instruction=w.rng.choice([f"Copy the file that {n}.txt names to {b}.txt.", f"Make a copy named {b}.txt of the file named in {n}.txt."]),
+        instruction=w.rng.choice(
+            [
+                f"Copy the file that {n}.txt names to {b}.txt.",
+                f"Make a copy named {b}.txt of the file named in {n}.txt.",
+            ]
+        ),
         files={f"{a}.txt": text, f"{n}.txt": f"{a}.txt\n"},
         verifier=f"test -e {a}.txt && " + _SAME.format(path=f"{b}.txt"),
         verifier_files={"want": text},

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from north_jax.agents.harness import HARNESSES
 from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
 from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
@@ -82,7 +81,7 @@ def evaluate(
             tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
         ):
             sampler.checkpoint = checkpoint
-            fresh = await asyncio.to_thread(sampler.ensure_alive)
+            await asyncio.to_thread(sampler.ensure_alive)
             client = SamplerClient(
                 sampler.url, vocab_size=chat.tokenizer.vocab_size, context=sampling.context, timeout_s=120
             )
@@ -106,7 +105,9 @@ def evaluate(
 
                 sampler.checkpoint = checkpoint
                 if not await asyncio.to_thread(sampler.ensure_alive):
-                        await client.update_weights(checkpoint, json.loads((checkpoint / "north_manifest.json").read_text())["weight_version"])
+                    await client.update_weights(
+                        checkpoint, json.loads((checkpoint / "north_manifest.json").read_text())["weight_version"]
+                    )
                 watch = asyncio.create_task(sampler.keep_alive())
                 async with asyncio.TaskGroup() as group:
                     for sample in missing:

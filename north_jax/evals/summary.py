@@ -57,9 +57,7 @@ def table(
     def row(group: str, name: str, keep: Callable[[Sample], bool]) -> dict:
         some, some_greedy = [s for s in wanted if keep(s)], [s for s in greedy if keep(s)]
         gain = paired_interval(_task_scores(some, before[0], 1), _task_scores(some, after[0], 1))
-        greedy_gain = paired_interval(
-            _task_scores(some_greedy, before[1], 1), _task_scores(some_greedy, after[1], 1)
-        )
+        greedy_gain = paired_interval(_task_scores(some_greedy, before[1], 1), _task_scores(some_greedy, after[1], 1))
         return {
             "group": group,
             "name": name,

@@ -1,7 +1,6 @@
 """The learner of asynchronous RL: P groups, one CISPO step, and every K steps new weights for the sampler."""
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -48,23 +47,23 @@ def rl_config(**values) -> ConfigDict:
     checkpoints.
     """
     config = ConfigDict(
-        dict(
-            seed=0,
-            steps=100,
-            group_size=8,
-            groups_per_step=8,
-            queue_groups=16,
-            window=0.3,
-            export_every=4,
-            lr=5e-4,
-            warmup=5,
-            weight_decay=0.01,
-            clip=1.0,
-            ratio_cap=5.0,
-            row_length=512,
-            save_every=20,
-            keep=2,
-        )
+        {
+            "seed": 0,
+            "steps": 100,
+            "group_size": 8,
+            "groups_per_step": 8,
+            "queue_groups": 16,
+            "window": 0.3,
+            "export_every": 4,
+            "lr": 5e-4,
+            "warmup": 5,
+            "weight_decay": 0.01,
+            "clip": 1.0,
+            "ratio_cap": 5.0,
+            "row_length": 512,
+            "save_every": 20,
+            "keep": 2,
+        }
     )
     config.lock().update(values)
     return config
@@ -255,7 +254,9 @@ def run_rl(
             }
             last = now
             writer.write(step, values)
-            bar.set_postfix_str(f"reward {values['reward']:.2f}, lag {values['lag_mean']:.1f}, idle {values['idle_share']:.0%}", False)
+            bar.set_postfix_str(
+                f"reward {values['reward']:.2f}, lag {values['lag_mean']:.1f}, idle {values['idle_share']:.0%}", False
+            )
             bar.update()
             if step % config.save_every == 0 or step == config.steps:
                 _save(checkpoints, step, state)

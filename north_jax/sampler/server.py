@@ -360,6 +360,7 @@ def serve(checkpoint: str, host: str, port: int, slots: int, context: int) -> in
     server = Server(engine, str(checkpoint))
     config = uvicorn.Config(server.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     http = uvicorn.Server(config)
+    died = threading.Event()
 
     def run_engine():
         started = time.monotonic()
@@ -370,6 +371,7 @@ def serve(checkpoint: str, host: str, port: int, slots: int, context: int) -> in
             engine.join()
         except RuntimeError as error:
             print(f"sampler: {error}", file=sys.stderr, flush=True)
+            died.set()
         http.should_exit = True
 
     print(
@@ -379,10 +381,13 @@ def serve(checkpoint: str, host: str, port: int, slots: int, context: int) -> in
         flush=True,
     )
     threading.Thread(target=run_engine, daemon=True).start()
-    http.run(sockets=[sock])
-    engine_died = not engine.alive and server.ready.is_set()
-    engine.stop()
-    return int(engine_died or not http.started)
+    try:
+        http.run(sockets=[sock])
+        return int(died.is_set() or not http.started)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        engine.stop()
 
 
 _FLAGS = flags.FLAGS

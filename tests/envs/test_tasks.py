@@ -51,7 +51,7 @@ def test_splits_share_no_words():
     [
         "import os\nos.write(1, b'ok')\nos._exit(0)\n",
         "import sys\nsys.exit(0)\n",
-        "class Any:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: 'ok'\n\n\ndef __getattr__(name):\n    return Any\n",
+        "class Any:\n    __eq__ = lambda *_: True\n\n\ndef __getattr__(name):\n    return Any\n",
     ],
 )
 def test_code_that_fools_its_own_tests_does_not_fool_the_verifier(sandbox, forged):
