@@ -35,9 +35,9 @@ def get_config() -> ConfigDict:
             "hidden_size": 128,
             "num_hidden_layers": 5,
             "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 1,
             "head_dim": 32,
-            "intermediate_size": 64,
+            "intermediate_size": 32,
             "prefix_dense_intermediate_size": 256,
             "num_experts": 8,
             "num_experts_per_tok": 2,
@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
     )
     c.vocab_size = 768
 
-    c.tasks = ConfigDict({"common": COMMON, "rare": RARE, "never": NEVER, "rl_rare_share": 0.6})
+    c.tasks = ConfigDict({"common": COMMON, "rare": RARE, "never": NEVER})
     c.harnesses = ("bash", "editor", "text")
     c.sandbox = "bubblewrap"  # or "docker"
 
@@ -57,8 +57,8 @@ def get_config() -> ConfigDict:
 
     c.sft = sft_config(
         stages=(
-            stage_config(row_length=256, batch_rows=16, epochs=4.0, lr=4e-3, warmup=20),
-            stage_config(row_length=512, batch_rows=8, epochs=0.5, lr=1e-3, warmup=5),
+            stage_config(row_length=256, batch_rows=8, epochs=4.0, lr=3e-3, warmup=20),
+            stage_config(row_length=512, batch_rows=4, epochs=0.5, lr=5e-4, warmup=5),
         ),
         save_every=100,
     )
@@ -67,12 +67,12 @@ def get_config() -> ConfigDict:
         steps=100,
         group_size=8,
         groups_per_step=8,
-        queue_groups=16,
+        queue_groups=24,
         window=0.3,
         export_every=4,
         lr=5e-4,
         ratio_cap=5.0,
-        row_length=512,
+        row_length=384,
         save_every=20,
     )
 

@@ -6,7 +6,6 @@ Every stage leaves its result in the workdir and is passed over when that is the
 import contextlib
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from north_jax.agents.rollout import Sampling
 from north_jax.chat.format import FORMAT_PHRASES, ChatFormat, tool_phrases
 from north_jax.chat.tokenizer import Tokenizer, train_tokenizer
 from north_jax.data.packing import Example, pack
-from north_jax.envs.tasks import TEMPLATES, Task, make_task, task_set
+from north_jax.envs.tasks import TEMPLATES, Task, make_task, task_from_id, task_set
 from north_jax.evals import run as evals
 from north_jax.evals import summary
 from north_jax.evals.report import build_report
@@ -139,15 +138,6 @@ def model_config(config: ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def rl_task(config: ConfigDict, number: int) -> Task:
-    """The task of the number-th group: a template that SFT shows rarely with probability `rl_rare_share`."""
-    rng = random.Random(f"{config.seed}/rl/{number}")
-    names = config.tasks.rare if rng.random() < config.tasks.rl_rare_share else config.tasks.common
-    # Numbered past the demonstrations, so that RL meets tasks of its own.
-    first = max(config.demonstrations.common, config.demonstrations.rare)
-    return make_task(rng.choice(names), first + number, split="train", seed=config.seed)
-
-
 def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
     """Runs all stages that are not done yet; returns the report's path."""
     exposure = check_templates(config)
@@ -216,13 +206,17 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
 
         rl_model = workdir / "rl" / "model"
         if not rl_model.exists():
+            most = max(demonstration_counts(config).values())
             with stage("rl"), _Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer) as witness:
                 model = run_rl(
                     hf.load(sft_model),
                     config.rl,
                     workdir / "rl",
                     mesh,
-                    task_of=lambda number: rl_task(config, number),
+                    templates=(*config.tasks.common, *config.tasks.rare),
+                    # Numbered past the demonstrations, so that RL meets tasks of its own.
+                    make_task=lambda name, n: make_task(name, most + n, split="train", seed=config.seed),
+                    task_from_id=lambda id: task_from_id(id, seed=config.seed),
                     harnesses=config.harnesses,
                     chat=chat,
                     sampler=sampler,
@@ -290,7 +284,7 @@ class _Witness:
             where="rl",
             step=step,
             advantage=advantage,
-            trainer_logprobs=logp_S,
+            trainer_logprobs=logp_S.tolist(),
         )
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()

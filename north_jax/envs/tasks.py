@@ -8,26 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 # English words of that form that instructions, commands or code use; no name may be one of them.
-_ENGLISH = frozenset(
-    [
-        "code",
-        "file",
-        "give",
-        "have",
-        "line",
-        "make",
-        "mode",
-        "move",
-        "name",
-        "note",
-        "save",
-        "take",
-        "tell",
-        "time",
-        "use",
-        "vote",
-    ]
-)
+_ENGLISH = {"code", "file", "give", "line", "make", "mode", "move", "name", "note", "save", "take", "tell", "vote"}
 
 
 @dataclasses.dataclass(frozen=True)

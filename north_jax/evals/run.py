@@ -70,7 +70,8 @@ def evaluate(
                 record = json.loads(line)
             except json.JSONDecodeError:  # the last line of a run that was killed
                 continue
-            done[record.pop("key")] = Rollout(**record)
+            key = record.pop("key")
+            done[key] = Rollout(**record)
     missing = [sample for sample in wanted if sample.key not in done]
 
     async def play() -> None:

@@ -15,6 +15,7 @@ from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
 from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
+from north_jax.rl.curriculum import Curriculum
 from north_jax.rl.groups import Group, GroupFile
 from north_jax.rl.journal import Journal
 from north_jax.sampler.client import SamplerClient, SamplerError
@@ -32,7 +33,8 @@ class Generation:
         *,
         journal: Journal,
         file: GroupFile,
-        task_of: Callable[[int], Task],
+        curriculum: Curriculum,
+        task_from_id: Callable[[str], Task],
         group_size: int,
         harnesses: tuple[str, ...],
         chat: ChatFormat,
@@ -43,7 +45,8 @@ class Generation:
         seed: int,
     ):
         self.journal, self.file = journal, file
-        self._task_of, self._size, self._harnesses = task_of, group_size, harnesses
+        self._curriculum, self._task_from_id = curriculum, task_from_id
+        self._size, self._harnesses = group_size, harnesses
         self._chat, self._sampler, self._pool, self._sampling, self._seed = chat, sampler, pool, sampling, seed
         self.version = version
         self._changed = threading.Condition()
@@ -56,6 +59,9 @@ class Generation:
     # -- the learner's side -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        for id, group in self.journal.state.groups.items():  # of the run so far, when it resumes
+            if group.status != "open":
+                self._observe(id)
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,7 +145,7 @@ class Generation:
                             done.result()  # an unexpected error ends the run, loudly
                         with self._changed:
                             while self.journal.queue.room:
-                                task = self._task_of(self.journal.queue.next_id)
+                                task = self._curriculum.task(self.journal.queue.next_id)
                                 id = self.journal.admit(task.id, self.version)
                                 running.add(asyncio.create_task(self._group(id, threads)))
                         self._wake.clear()
@@ -153,7 +159,7 @@ class Generation:
 
     async def _group(self, id: int, threads) -> None:
         version = self.version
-        task = self._task_of(id)
+        task = self._task_from_id(self.journal.state.groups[id].task)
         harness = self._harnesses[id % len(self._harnesses)]
         attempt = self.journal.state.groups[id].attempt
         members = await asyncio.gather(
@@ -169,7 +175,14 @@ class Generation:
                 self.journal.finish(id, offset)
             else:
                 self.journal.filter(id, offset)
+            self._observe(id)
             self._changed.notify_all()
+
+    def _observe(self, id: int) -> None:
+        group = self.journal.state.groups[id]
+        rewards = [reward for status, reward in group.members.values() if status != "environment_failure"]
+        solved = sum(reward > 0 for reward in rewards)
+        self._curriculum.observe(self._task_from_id(group.task).template, solved, len(rewards) - solved)
 
     async def _member(self, id: int, attempt: int, number: int, task: Task, harness: str, threads) -> Rollout:
         async with self._slots:

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
 from north_jax.rl.batch import Batch, make_batch
+from north_jax.rl.curriculum import Curriculum
 from north_jax.rl.generation import Generation
 from north_jax.rl.groups import Group, GroupFile
 from north_jax.rl.journal import Journal, fold
@@ -149,7 +150,9 @@ def run_rl(
     workdir: Path,
     mesh: Mesh,
     *,
-    task_of: Callable[[int], Task],
+    templates: Sequence[str],
+    make_task: Callable[[str, int], Task],
+    task_from_id: Callable[[str], Task],
     harnesses: tuple[str, ...],
     chat: ChatFormat,
     sampler: SamplerProcess,
@@ -159,7 +162,8 @@ def run_rl(
 ) -> nnx.Module:
     """Trains `model` by asynchronous RL and returns it; see `rl_config`. Takes over the model's arrays.
 
-    `task_of(id)` is the task of the id-th group. The sampler is handed
+    `make_task(template, number)` is the task of
+    the number-th group, `task_from_id` its inverse by the task's id. The sampler is handed
     the weights the run begins with, and started if it does not run. Writes
     under workdir: journal.jsonl, rollouts.jsonl, metrics.jsonl, checkpoints/, weights/. Where checkpoints are, the run
     continues from the newest: groups of lost steps are trained again, groups in flight start again under their ids.
@@ -198,7 +202,8 @@ def run_rl(
         generation = Generation(
             journal=journal,
             file=file,
-            task_of=task_of,
+            curriculum=Curriculum(templates, make_task, group_size=config.group_size, seed=config.seed),
+            task_from_id=task_from_id,
             group_size=config.group_size,
             harnesses=harnesses,
             chat=chat,

@@ -3,6 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+# Places of a row whose logits exist at one time. The backward pass computes them again: whole, they would be the
+# largest array of a step, and on a CPU it costs more to write and read them than to compute them twice.
+_CHUNK = 128
+
 
 def token_logprobs(
     model,
@@ -20,24 +24,33 @@ def token_logprobs(
     at padding (segment 0).
     """
     x_BSD = model.hidden(ids_BS, positions_BS=positions_BS, segment_ids_BS=segment_ids_BS)
-    # Position s predicts token s + 1, so the last position predicts nothing: S = length - 1 from here on.
-    logits_BSV = model.logits(x_BSD[:, :-1]).astype(jnp.float32) / temperature
-    logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
-    log_z_BS = jnp.log(jnp.exp(logits_BSV).sum(-1))
-    # A masked sum, not a gather: its transpose is elementwise, where a gather's is a slow scatter.
-    is_target_BSV = jnp.arange(logits_BSV.shape[-1]) == ids_BS[:, 1:, None]
-    logp_BS = jnp.where(is_target_BSV, logits_BSV, 0.0).sum(-1) - log_z_BS
 
+    def head(x_BSD, target_BS):
+        logits_BSV = model.logits(x_BSD).astype(jnp.float32) / temperature
+        log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+        logp_BS = jnp.take_along_axis(logits_BSV, target_BS[:, :, None], axis=-1)[:, :, 0] - log_z_BS
+        if not with_entropy:
+            return (logp_BS,)
+        logits_BSV, log_z_BS = jax.lax.stop_gradient((logits_BSV, log_z_BS))
+        return logp_BS, log_z_BS - (jnp.exp(logits_BSV - log_z_BS[:, :, None]) * logits_BSV).sum(-1)
+
+    # Place s predicts token s + 1; the last place predicts nothing, which `predicted_BS` takes out again.
+    values = _over_chunks(head, x_BSD, jnp.roll(ids_BS, -1, axis=1))
     predicted_BS = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
+    aligned = [jnp.pad(jnp.where(predicted_BS, value_BS[:, :-1], 0.0), ((0, 0), (1, 0))) for value_BS in values]
+    return tuple(aligned) if with_entropy else aligned[0]
 
-    def align(value_BS):
-        return jnp.pad(jnp.where(predicted_BS, value_BS, 0.0), ((0, 0), (1, 0)))
 
-    if not with_entropy:
-        return align(logp_BS)
-    probs_BSV = jax.lax.stop_gradient(jnp.exp(logits_BSV - log_z_BS[..., None]))
-    entropy_BS = jax.lax.stop_gradient(log_z_BS) - (probs_BSV * jax.lax.stop_gradient(logits_BSV)).sum(-1)
-    return align(logp_BS), align(entropy_BS)
+def _over_chunks(head, x_BSD: jax.Array, target_BS: jax.Array) -> list[jax.Array]:
+    # head(x, target) of the row's chunks, one after the other, put together again.
+    B, S, D = x_BSD.shape
+    size = min(_CHUNK, S)
+    count = -(-S // size)
+    rest = count * size - S
+    x_nBSD = jnp.pad(x_BSD, ((0, 0), (0, rest), (0, 0))).reshape(B, count, size, D).swapaxes(0, 1)
+    target_nBS = jnp.pad(target_BS, ((0, 0), (0, rest))).reshape(B, count, size).swapaxes(0, 1)
+    values = jax.lax.map(jax.checkpoint(lambda chunk: head(*chunk)), (x_nBSD, target_nBS))
+    return [value_nBS.swapaxes(0, 1).reshape(B, count * size)[:, :S] for value_nBS in values]
 
 
 def sft_loss(model, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -18,7 +18,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def batch():
-    return {name: jnp.asarray(array[:4]) for name, array in vars(tiny_corpus(32)).items() if name != "left_out"}
+    # The last rows, as the first hold one long segment each.
+    return {name: jnp.asarray(array[-4:]) for name, array in vars(tiny_corpus(32)).items() if name != "left_out"}
 
 
 def arguments(batch):
@@ -26,20 +27,31 @@ def arguments(batch):
 
 
 def test_a_packed_token_has_the_probability_it_has_alone(model, batch):
-    logp_BS = token_logprobs(model, *arguments(batch), 0.7)
-    for row, segments in enumerate(np.asarray(batch["segment_ids_BS"])):
-        assert (logp_BS[row][segments == 0] == 0).all()
-        for segment in range(1, segments.max() + 1):
-            at = np.flatnonzero(segments == segment)
-            ids = batch["ids_BS"][row, at]
-            alone = jax.nn.log_softmax(model(ids[None])[0] / 0.7)
-            expected = [0.0] + [float(alone[s - 1, ids[s]]) for s in range(1, len(ids))]
-            np.testing.assert_allclose(logp_BS[row, at], expected, atol=2e-5)
+    logp_BS = np.asarray(jax.jit(token_logprobs, static_argnums=4)(model, *arguments(batch), 0.7))
+    segments_BS, ids_BS = np.asarray(batch["segment_ids_BS"]), np.asarray(batch["ids_BS"])
+    assert (logp_BS[segments_BS == 0] == 0).all()
+    places = [(r, np.flatnonzero(row == n)) for r, row in enumerate(segments_BS) for n in range(1, row.max() + 1)]
+    assert len(places) > len(ids_BS)
+    alone_NS = np.zeros((len(places), ids_BS.shape[1]), np.int32)
+    for sequence, (row, at) in zip(alone_NS, places, strict=True):
+        sequence[: len(at)] = ids_BS[row, at]
+    log_p_NSV = np.asarray(jax.nn.log_softmax(jax.jit(lambda model, ids: model(ids))(model, alone_NS) / 0.7))
+    for log_p_SV, sequence, (row, at) in zip(log_p_NSV, alone_NS, places, strict=True):
+        expected = [0.0] + [log_p_SV[s - 1, sequence[s]] for s in range(1, len(at))]
+        np.testing.assert_allclose(logp_BS[row, at], expected, atol=2e-5)
+
+
+def test_rows_of_any_length_go_through_the_head_in_pieces(model):
+    ids_BS = jnp.asarray(np.random.default_rng(0).integers(48, size=(1, 150)))  # a piece and a rest
+    segments_BS, positions_BS = jnp.ones_like(ids_BS), jnp.arange(150)[None]
+    log_p = jax.nn.log_softmax(model(ids_BS))[0]
+    expected = [0.0] + [float(log_p[s - 1, ids_BS[0, s]]) for s in range(1, 150)]
+    np.testing.assert_allclose(token_logprobs(model, ids_BS, segments_BS, positions_BS)[0], expected, atol=2e-5)
 
 
 def test_entropy_is_of_the_distribution_a_token_was_drawn_from(model, batch):
     logp_BS, entropy_BS = token_logprobs(model, *arguments(batch), with_entropy=True)
-    np.testing.assert_array_equal(logp_BS, token_logprobs(model, *arguments(batch)))
+    np.testing.assert_allclose(logp_BS, token_logprobs(model, *arguments(batch)), atol=1e-6)
     ids = batch["ids_BS"][:1, : int((batch["segment_ids_BS"][0] == 1).sum())]
     log_p = jax.nn.log_softmax(model(ids)[0])
     expected = -(jnp.exp(log_p) * log_p).sum(-1)
@@ -58,8 +70,8 @@ def test_the_gradient_is_that_of_log_softmax(model, batch):
         weights_BS = batch["weights_BS"][:, 1:]
         return -(weights_BS * logp_BS).sum() / weights_BS.sum()
 
-    ours, grads = jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch)[0])(params)
-    expected, expected_grads = jax.value_and_grad(plain)(params)
+    ours, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch)[0]))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, float(jnp.abs(want).max())))
@@ -91,5 +103,5 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_whole_batch(model, batch):
 def test_a_batch_without_weights_has_loss_and_gradient_zero(model, batch):
     graphdef, params = nnx.split(model)
     silent = batch | {"weights_BS": jnp.zeros_like(batch["weights_BS"])}
-    loss, grads = jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), silent)[0])(params)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), silent)[0]))(params)
     assert loss == 0 and all((g == 0).all() for g in jax.tree.leaves(grads))

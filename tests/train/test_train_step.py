@@ -14,7 +14,7 @@ OPTIMIZER = adamw(make_schedule(1e-2, 100, warmup=3))
 def batches(count=3, rows=8):
     packed = tiny_corpus(32, count=200)
     fields = ("ids_BS", "segment_ids_BS", "positions_BS", "weights_BS")
-    return [{f: getattr(packed, f)[i * rows : (i + 1) * rows] for f in fields} for i in range(count)]
+    return [{f: getattr(packed, f)[-(i + 1) * rows :][:rows] for f in fields} for i in range(count)]
 
 
 def train(mesh):
