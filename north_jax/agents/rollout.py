@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 
 from north_jax.agents.episode import Episode
 from north_jax.agents.harness import HARNESSES, Harness
+from north_jax.agents.record import Rollout
 from north_jax.chat.format import ChatFormat, ParseError
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.sandbox import SandboxDied
@@ -26,39 +27,6 @@ class Sampling:
     top_p: float = 1.0
     max_new_tokens: int = 96  # per turn
     context: int = 512  # tokens of the whole conversation
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """One finished episode with all that training and the report need.
-
-    ids [S] tokens of the conversation; mask [S] 1 where the sampler drew the token; logprobs [S] the sampler's
-    log-probability of it (0 elsewhere); versions: (start, end, weight version) spans over ids, sampled tokens only.
-    """
-
-    task: str
-    family: str
-    template: str
-    harness: str
-    seed: int
-    ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    versions: list[tuple[int, int, str]]
-    status: str
-    detail: str
-    turns: int
-    seconds: float
-
-    @property
-    def reward(self) -> float:
-        """Binary, the verifier's alone."""
-        return float(self.status == "solved")
-
-    @property
-    def valid(self) -> bool:
-        """False when the environment failed: no outcome of the policy, so no part of its group's baseline."""
-        return self.status != "environment_failure"
 
 
 async def run_rollout(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a report is built without starting what made the rollouts
-    from north_jax.agents.rollout import Rollout
+    from north_jax.agents.record import Rollout
     from north_jax.chat.tokenizer import Tokenizer
 
 MAX_ROLLOUTS = 400

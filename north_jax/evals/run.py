@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
+from north_jax.agents.record import Rollout, rollout_from_json, rollout_to_json
+from north_jax.agents.rollout import Sampling, play_to_the_end
 from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
@@ -70,8 +71,7 @@ def evaluate(
                 record = json.loads(line)
             except json.JSONDecodeError:  # the last line of a run that was killed
                 continue
-            key = record.pop("key")
-            done[key] = Rollout(**record)
+            done[record["key"]] = rollout_from_json(record["rollout"])
     missing = [sample for sample in wanted if sample.key not in done]
 
     async def play() -> None:
@@ -101,7 +101,7 @@ def evaluate(
                             seed=sample.sampling_seed,
                         )
                     done[sample.key] = rollout
-                    out.write(json.dumps({"key": sample.key, **dataclasses.asdict(rollout)}) + "\n")
+                    out.write(json.dumps({"key": sample.key, "rollout": rollout_to_json(rollout)}) + "\n")
                     bar.update()
 
                 sampler.checkpoint = checkpoint

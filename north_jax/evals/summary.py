@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from north_jax.agents.rollout import Rollout
+from north_jax.agents.record import Rollout
 from north_jax.evals.run import Sample
 from north_jax.evals.stats import Interval, mean_interval, paired_interval, task_pass_at_k
 

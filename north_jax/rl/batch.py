@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from north_jax.agents.record import version_S
 from north_jax.data.packing import best_fit
 from north_jax.rl import loss
-from north_jax.rl.groups import Group, version_S
+from north_jax.rl.groups import Group
 
 # Whether groups without variance in their rewards, whose advantages are all 0, count in the loss denominator.
 ZERO_VARIANCE = ("keep", "drop")

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from north_jax.agents.rollout import Rollout, Sampling, play_to_the_end
+from north_jax.agents.record import Rollout
+from north_jax.agents.rollout import Sampling, play_to_the_end
 from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task

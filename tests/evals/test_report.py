@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from north_jax.agents.rollout import Rollout
+from north_jax.agents.record import Rollout
 from north_jax.chat.format import ChatFormat
 from north_jax.chat.tokenizer import Tokenizer, train_tokenizer
 from north_jax.evals import report, report_rollouts

@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 
 from north_jax.agents.episode import STATUSES
-from north_jax.agents.rollout import Rollout
-from north_jax.rl.groups import (
-    Group,
-    GroupFile,
-    check_rollout,
-    read_groups,
-    rollout_from_json,
-    rollout_to_json,
-    version_S,
-)
+from north_jax.agents.record import Rollout, check_rollout, rollout_from_json, rollout_to_json, version_S
+from north_jax.rl.groups import Group, GroupFile, read_groups
 
 
 def make_rollout(seed=0, length=40, status="solved", **changes):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from north_jax.agents.rollout import Rollout
+from north_jax.agents.record import Rollout
 from north_jax.rl.groups import Group, GroupFile
 from north_jax.rl.journal import Journal, JsonLines, fold, read_lines
 

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from north_jax.agents.rollout import Rollout
+from north_jax.agents.record import Rollout, version_S
 from north_jax.rl import loss
 from north_jax.rl.batch import make_batch
-from north_jax.rl.groups import Group, version_S
+from north_jax.rl.groups import Group
 
 
 def make_groups(seed=0, longest=60):
