@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "head_dim": 32,
-            "intermediate_size": 32,
+            "intermediate_size": 64,
             "prefix_dense_intermediate_size": 256,
             "num_experts": 8,
             "num_experts_per_tok": 2,
@@ -53,7 +53,7 @@ def get_config() -> ConfigDict:
     c.sandbox = "bubblewrap"  # or "docker"
 
     # Demonstrations per template; a mistake is always shown together with its recovery, and is not trained on.
-    c.demonstrations = ConfigDict({"common": 180, "rare": 18, "mistake_share": 0.15})
+    c.demonstrations = ConfigDict({"common": 180, "rare": 36, "mistake_share": 0.15})
 
     c.sft = sft_config(
         stages=(
@@ -70,7 +70,7 @@ def get_config() -> ConfigDict:
         queue_groups=24,
         window=0.3,
         export_every=4,
-        lr=5e-4,
+        lr=3e-4,
         ratio_cap=5.0,
         row_length=384,
         save_every=20,

@@ -1,0 +1,43 @@
+"""What a user types wrong at the command line gets one sentence and exit code 1."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--config=configs/nope.py"],
+            "error: there is no config file configs/nope.py; configs/ holds",
+        ),
+        (
+            ["--config=configs/demo.py", "--config.rl.nope=3"],
+            "error: --config has no setting 'nope'; configs/demo.py shows what there is",
+        ),
+        (["--config=configs/demo.py", "--config.rl.steps=many"], "invalid literal for int() with base 10: 'many'"),
+        (["--config=configs/demo.py", "--config.job=dance"], "error: config.job is 'dance'; known jobs: pipeline"),
+        (["--config=configs/demo.py", "rl.steps=3"], "error: unexpected argument 'rl.steps=3'; settings are given as"),
+        (
+            ["--config=configs/demo.py", "--config.sandbox=vm"],
+            "error: there is no sandbox of the kind 'vm': use 'bubblewrap' or 'docker'",
+        ),
+    ],
+)
+def test_one_sentence(arguments, sentence, tmp_path):
+    command = [sys.executable, "-m", "north_jax.main", *arguments, f"--workdir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert sentence in lines[-1] and not any("Traceback" in line for line in lines), done.stderr
+
+
+def test_a_workdir_is_needed():
+    command = [sys.executable, "-m", "north_jax.main", "--config=configs/demo.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "--workdir must have a value" in done.stderr
