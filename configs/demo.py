@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
             "hidden_size": 128,
             "num_hidden_layers": 5,
             "num_attention_heads": 4,
-            "num_key_value_heads": 1,
+            "num_key_value_heads": 2,
             "head_dim": 32,
             "intermediate_size": 64,
             "prefix_dense_intermediate_size": 256,
@@ -57,8 +57,8 @@ def get_config() -> ConfigDict:
 
     c.sft = sft_config(
         stages=(
-            stage_config(row_length=256, batch_rows=8, epochs=4.0, lr=3e-3, warmup=20),
-            stage_config(row_length=512, batch_rows=4, epochs=0.5, lr=5e-4, warmup=5),
+            stage_config(row_length=256, batch_rows=8, epochs=2.5, lr=3e-3, warmup=20, decay="constant"),
+            stage_config(row_length=512, batch_rows=4, epochs=0.75, lr=2e-3, warmup=5),
         ),
         save_every=100,
     )
@@ -70,7 +70,7 @@ def get_config() -> ConfigDict:
         queue_groups=24,
         window=0.3,
         export_every=4,
-        lr=3e-4,
+        lr=5e-4,
         ratio_cap=5.0,
         row_length=384,
         save_every=20,

@@ -26,16 +26,16 @@ def with_mistake(task: Task, rng: random.Random) -> tuple[Step, ...]:
         at = fixes[0]
         fix = steps[at].action
         bad = f"{fix.new} + 1"
-        tests = steps[at + 1]
+        tests, redo = steps[at + 1], Replace(fix.path, bad, fix.new)
         steps[at : at + 1] = [
             dataclasses.replace(steps[at], action=Replace(fix.path, fix.old, bad), mistake=True),
             tests,
-            dataclasses.replace(steps[at], action=Replace(fix.path, bad, fix.new)),
+            dataclasses.replace(steps[at], thought=f"{bad} must be {fix.new} in {fix.path}", action=redo),
         ]
         return tuple(steps)
     name = rng.choice(sorted(task.files)) if task.files else "note.txt"
     wrong = rng.choice("bdfgklm") + rng.choice("aeiou") + name
-    return (Step("read the file", Run(f"cat {wrong}"), mistake=True), *steps)
+    return (Step(f"read {wrong}", Run(f"cat {wrong}"), mistake=True), *steps)
 
 
 def demonstrate(task: Task, harness_name: str, sandbox: Sandbox, steps: Sequence[Step]) -> list[dict]:

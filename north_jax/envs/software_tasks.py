@@ -47,8 +47,8 @@ def _draft(
         verifier='python3 -S "$VERIFIER_DIR/check.py"',
         verifier_files={"check.py": check},
         solution=(
-            Step("read the code", Run(f"cat {path}")),
-            Step("fix the code", Replace(path, old, new)),
+            Step(f"read {path}", Run(f"cat {path}")),
+            Step(f"{old} must be {new} in {path}", Replace(path, old, new)),
             Step("run the tests", Run("python3 test.py")),
         ),
     )

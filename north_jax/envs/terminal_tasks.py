@@ -42,7 +42,7 @@ def create_file(w: Words) -> Draft:
         w,
         [f"Create the file {a}.txt with the line {b}.", f"Write the word {b} into a new file {a}.txt."],
         {},
-        "create a file",
+        f"write {b} into {a}.txt",
         f"echo {b} > {a}.txt",
         f"{a}.txt",
         f"{b}\n",
@@ -57,7 +57,7 @@ def append_line(w: Words) -> Draft:
         w,
         [f"Add the line {b} at the end of {a}.txt.", f"Append {b} to {a}.txt."],
         {f"{a}.txt": text},
-        "append a line",
+        f"append {b} to {a}.txt",
         f"echo {b} >> {a}.txt",
         f"{a}.txt",
         text + f"{b}\n",
@@ -72,7 +72,7 @@ def delete_file(w: Words) -> Draft:
         w,
         [f"Delete {a}.txt.", f"Remove the file {a}.txt, keep the rest."],
         files,
-        "delete a file",
+        f"delete {a}.txt",
         f"rm {a}.txt",
         f"test ! -e {a}.txt && test -e {b}.txt",
     )
@@ -86,7 +86,7 @@ def rename_file(w: Words) -> Draft:
         w,
         [f"Rename {a}.txt to {b}.txt.", f"Give the file {a}.txt the new name {b}.txt."],
         {f"{a}.txt": text},
-        "rename a file",
+        f"rename {a}.txt to {b}.txt",
         f"mv {a}.txt {b}.txt",
         f"test ! -e {a}.txt && " + _SAME.format(path=f"{b}.txt"),
         text,
@@ -101,7 +101,7 @@ def copy_file(w: Words) -> Draft:
         w,
         [f"Copy {a}.txt to {b}.txt.", f"Make a copy of {a}.txt named {b}.txt."],
         {f"{a}.txt": text},
-        "copy a file",
+        f"copy {a}.txt to {b}.txt",
         f"cp {a}.txt {b}.txt",
         f"{b}.txt",
         text,
@@ -115,7 +115,7 @@ def make_directory(w: Words) -> Draft:
         w,
         [f"Make the directory {a}/{b}.", f"Create a directory {b} inside a new directory {a}."],
         {},
-        "make a directory",
+        f"make {a}/{b}",
         f"mkdir -p {a}/{b}",
         f"test -d {a}/{b}",
     )
@@ -129,7 +129,7 @@ def move_into(w: Words) -> Draft:
         w,
         [f"Move {a}.txt into the directory {d}.", f"Put {a}.txt into {d}."],
         {f"{a}.txt": text, f"{d}/{other}.txt": w.lines(1)},
-        "move a file",
+        f"move {a}.txt into {d}",
         f"mv {a}.txt {d}/",
         f"test ! -e {a}.txt && " + _SAME.format(path=f"{d}/{a}.txt"),
         text,
@@ -144,7 +144,7 @@ def first_line(w: Words) -> Draft:
         w,
         [f"Write the first line of {a}.txt to {b}.txt.", f"Save the first line of {a}.txt as {b}.txt."],
         {f"{a}.txt": text},
-        "take the first line",
+        f"first line of {a}.txt to {b}.txt",
         f"head -n 1 {a}.txt > {b}.txt",
         f"{b}.txt",
         text.splitlines(True)[0],
@@ -161,7 +161,7 @@ def sort_lines(w: Words) -> Draft:
         w,
         [f"Sort the lines of {a}.txt into {b}.txt.", f"Write the lines of {a}.txt in order to {b}.txt."],
         {f"{a}.txt": "\n".join(lines) + "\n"},
-        "sort the lines",
+        f"sort {a}.txt into {b}.txt",
         f"sort {a}.txt > {b}.txt",
         f"{b}.txt",
         "\n".join(sorted(lines)) + "\n",
@@ -176,7 +176,10 @@ def follow_note(w: Words) -> Draft:
         files={f"{n}.txt": f"write {b} into {a}.txt\n"},
         verifier=_SAME.format(path=f"{a}.txt"),
         verifier_files={"want": f"{b}\n"},
-        solution=(Step("read the file", Run(f"cat {n}.txt")), Step("create a file", Run(f"echo {b} > {a}.txt"))),
+        solution=(
+            Step(f"read {n}.txt", Run(f"cat {n}.txt")),
+            Step(f"write {b} into {a}.txt", Run(f"echo {b} > {a}.txt")),
+        ),
     )
 
 
@@ -188,7 +191,7 @@ def delete_named_in_note(w: Words) -> Draft:
         instruction=w.rng.choice([f"Delete the file that {n}.txt names.", f"Remove the file named in {n}.txt."]),
         files=files,
         verifier=f"test ! -e {a}.txt && test -e {b}.txt && test -e {n}.txt",
-        solution=(Step("read the file", Run(f"cat {n}.txt")), Step("delete a file", Run(f"rm {a}.txt"))),
+        solution=(Step(f"read {n}.txt", Run(f"cat {n}.txt")), Step(f"delete {a}.txt", Run(f"rm {a}.txt"))),
     )
 
 
@@ -200,7 +203,7 @@ def count_lines(w: Words) -> Draft:
         w,
         [f"Write the number of lines of {a}.txt to {b}.txt.", f"Count the lines of {a}.txt, save it as {b}.txt."],
         {f"{a}.txt": w.lines(n)},
-        "count the lines",
+        f"count lines of {a}.txt into {b}.txt",
         f"wc -l < {a}.txt > {b}.txt",
         f"{b}.txt",
         f"{n}\n",
@@ -215,7 +218,7 @@ def last_line(w: Words) -> Draft:
         w,
         [f"Write the last line of {a}.txt to {b}.txt.", f"Save the last line of {a}.txt as {b}.txt."],
         {f"{a}.txt": text},
-        "take the last line",
+        f"last line of {a}.txt to {b}.txt",
         f"tail -n 1 {a}.txt > {b}.txt",
         f"{b}.txt",
         text.splitlines(True)[-1],
@@ -236,7 +239,7 @@ def find_file(w: Words) -> Draft:
             f"Find the file with {key}, save its name as {out}.md.",
         ],
         files,
-        "search the files",
+        f"search {key}, name into {out}.md",
         f"grep -l {key} *.txt > {out}.md",
         f"{out}.md",
         f"{hit}.txt\n",
@@ -252,7 +255,7 @@ def drop_lines(w: Words) -> Draft:
         w,
         [f"Delete the line {key} from {a}.txt.", f"Remove the line {key} of {a}.txt."],
         {f"{a}.txt": "\n".join(lines) + "\n"},
-        "delete a line",
+        f"delete line {key} of {a}.txt",
         f"sed -i /{key}/d {a}.txt",
         f"{a}.txt",
         "".join(f"{line}\n" for line in lines if line != key),
@@ -267,7 +270,7 @@ def join_files(w: Words) -> Draft:
         w,
         [f"Join {a}.txt and {b}.txt into {c}.txt.", f"Write {a}.txt and then {b}.txt to {c}.txt."],
         {f"{a}.txt": first, f"{b}.txt": second},
-        "join the files",
+        f"join {a}.txt and {b}.txt into {c}.txt",
         f"cat {a}.txt {b}.txt > {c}.txt",
         f"{c}.txt",
         first + second,
@@ -287,7 +290,7 @@ def count_word(w: Words) -> Draft:
             f"Count the lines with {key} in {a}.txt, save it as {b}.txt.",
         ],
         {f"{a}.txt": "\n".join(lines) + "\n"},
-        "count the matches",
+        f"count {key} in {a}.txt into {b}.txt",
         f"grep -c {key} {a}.txt > {b}.txt",
         f"{b}.txt",
         f"{n}\n",
@@ -301,7 +304,7 @@ def make_executable(w: Words) -> Draft:
         w,
         [f"Make {a}.sh executable.", f"Make it possible to run {a}.sh."],
         {f"{a}.sh": f"echo {w()}\n"},
-        "set the mode",
+        f"make {a}.sh executable",
         f"chmod +x {a}.sh",
         f"test -x {a}.sh",
     )
@@ -321,7 +324,10 @@ def copy_named_in_note(w: Words) -> Draft:
         files={f"{a}.txt": text, f"{n}.txt": f"{a}.txt\n"},
         verifier=f"test -e {a}.txt && " + _SAME.format(path=f"{b}.txt"),
         verifier_files={"want": text},
-        solution=(Step("read the file", Run(f"cat {n}.txt")), Step("copy a file", Run(f"cp {a}.txt {b}.txt"))),
+        solution=(
+            Step(f"read {n}.txt", Run(f"cat {n}.txt")),
+            Step(f"copy {a}.txt to {b}.txt", Run(f"cp {a}.txt {b}.txt")),
+        ),
     )
 
 
@@ -333,7 +339,10 @@ def create_and_delete(w: Words) -> Draft:
         files={f"{c}.txt": w.lines(1)},
         verifier=f"test ! -e {c}.txt && " + _SAME.format(path=f"{a}.txt"),
         verifier_files={"want": f"{b}\n"},
-        solution=(Step("create a file", Run(f"echo {b} > {a}.txt")), Step("delete a file", Run(f"rm {c}.txt"))),
+        solution=(
+            Step(f"write {b} into {a}.txt", Run(f"echo {b} > {a}.txt")),
+            Step(f"delete {c}.txt", Run(f"rm {c}.txt")),
+        ),
     )
 
 
@@ -346,7 +355,10 @@ def copy_and_append(w: Words) -> Draft:
         files={f"{a}.txt": text},
         verifier=_SAME.format(path=f"{b}.txt") + f' && test "$(cat {a}.txt)" = {text.strip()}',
         verifier_files={"want": f"{text}{c}\n"},
-        solution=(Step("copy a file", Run(f"cp {a}.txt {b}.txt")), Step("append a line", Run(f"echo {c} >> {b}.txt"))),
+        solution=(
+            Step(f"copy {a}.txt to {b}.txt", Run(f"cp {a}.txt {b}.txt")),
+            Step(f"append {c} to {b}.txt", Run(f"echo {c} >> {b}.txt")),
+        ),
     )
 
 
@@ -359,5 +371,8 @@ def rename_named_in_note(w: Words) -> Draft:
         files={f"{a}.txt": text, f"{n}.txt": f"{a}.txt\n"},
         verifier=f"test ! -e {a}.txt && " + _SAME.format(path=f"{b}.txt"),
         verifier_files={"want": text},
-        solution=(Step("read the file", Run(f"cat {n}.txt")), Step("rename a file", Run(f"mv {a}.txt {b}.txt"))),
+        solution=(
+            Step(f"read {n}.txt", Run(f"cat {n}.txt")),
+            Step(f"rename {a}.txt to {b}.txt", Run(f"mv {a}.txt {b}.txt")),
+        ),
     )
