@@ -14,7 +14,7 @@ from north_jax.agents.episode import Episode
 from north_jax.agents.harness import HARNESSES, Action, Submit
 from north_jax.chat.format import Completion, ToolCall
 from north_jax.envs.pool import SandboxPool
-from north_jax.envs.sandbox import Sandbox
+from north_jax.envs.sandbox import Sandbox, SandboxDied
 from north_jax.envs.tasks import Replace, Run, Step, Task, make_task
 
 
@@ -89,18 +89,24 @@ def record(
         rng = random.Random(f"{seed}/demonstration/{task.id}")
         steps = with_mistake(task, rng) if rng.random() < mistake_share else task.solution
         harness = harnesses[index % len(harnesses)]
-        sandbox = pool.acquire()
-        try:
-            messages = demonstrate(task, harness, sandbox, steps)
-        finally:
-            pool.release(sandbox)
+        for last_try in (False, False, True):
+            try:
+                with pool.lend() as sandbox:
+                    messages = demonstrate(task, harness, sandbox, steps)
+                break
+            except SandboxDied:  # killed from outside; the pool starts another
+                if last_try:
+                    raise
         record = {"task": task.id, "family": task.family, "template": name, "harness": harness, "messages": messages}
         return json.dumps(record, ensure_ascii=False)
 
     partial = path.with_suffix(".partial")
     with partial.open("w") as out, ThreadPoolExecutor(workers) as threads:
-        for line in tqdm(threads.map(one, jobs), total=len(jobs), desc="demonstrations", unit="episode"):
-            out.write(line + "\n")
+        try:
+            for line in tqdm(threads.map(one, jobs), total=len(jobs), desc="demonstrations", unit="episode"):
+                out.write(line + "\n")
+        finally:
+            threads.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the episodes not begun
     os.replace(partial, path)
     return len(jobs)
 
