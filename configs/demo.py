@@ -3,7 +3,8 @@
     make demo        # = python -m north_jax.main --config=configs/demo.py --workdir=runs/demo
 
 Wants 2 CPU cores and 8 GB; about 15 minutes. Leaves runs/demo/report.html and results.json.
-Should reach: held-out pass@1 (temperature 1.0, top_p 0.95) at least 8 points above the SFT model it started from.
+Should reach: held-out pass@1 (temperature 1.0, top_p 0.95) 8 points or more above the SFT model it started from;
+the run in the README went from 44.3 to 53.6 %.
 """
 
 from ml_collections import ConfigDict
