@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "envs"))
-pytest.register_assert_rewrite("sandbox_battery")
-from sandbox_battery import LIMITS, SandboxBattery, wait_until  # noqa: E402
+from sandbox_battery import LIMITS, SandboxBattery, wait_until
 
-from north_jax.envs import Sandbox, SandboxDied, SandboxUnavailable, make_sandbox  # noqa: E402
+from north_jax.envs import Sandbox, SandboxDied, SandboxUnavailable, make_sandbox
 
 if shutil.which("dockerd") is None:
     pytest.skip("dockerd is not installed: apt-get install docker.io", allow_module_level=True)
