@@ -1,7 +1,7 @@
-"""A pipeline in about a minute: one instruction with two right answers, of which RL's tasks accept only one.
+"""A pipeline in about a minute: one instruction with two right answers, so that every group's rewards differ.
 
-Half of the demonstrations take each way, so that SFT leaves a model that draws either one, and RL has something to
-learn that needs no copying of names.
+Half of the demonstrations take each way and each task accepts only one, which SFT cannot tell: there is always a signal
+to train on, and nothing that a longer run would learn.
 """
 
 from ml_collections import ConfigDict

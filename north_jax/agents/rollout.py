@@ -14,7 +14,7 @@ from north_jax.agents.harness import HARNESSES, Harness
 from north_jax.agents.record import Rollout
 from north_jax.chat.format import ChatFormat, ParseError
 from north_jax.envs.pool import SandboxPool
-from north_jax.envs.sandbox import SandboxDied
+from north_jax.envs.sandbox import Sandbox, SandboxDied, SandboxUnavailable
 from north_jax.envs.tasks import Task
 from north_jax.sampler.client import SamplerClient
 
@@ -57,7 +57,7 @@ async def run_rollout(
         mask.extend([0] * len(tokens))
         logprobs.extend([0.0] * len(tokens))
 
-    sandbox = await loop.run_in_executor(threads, pool.acquire)
+    sandbox = await _acquire(pool, threads)
     try:
         episode = await loop.run_in_executor(threads, Episode, task, harness, sandbox)
         messages = episode.start()
@@ -113,8 +113,19 @@ async def run_rollout(
     )
 
 
-# An episode whose sandbox died is played again, at most this often in all.
+# An episode whose sandbox died is played again, and a sandbox that did not start is started again: this often in all.
 _TRIES = 3
+
+
+async def _acquire(pool: SandboxPool, threads: Executor) -> Sandbox:
+    # One that is killed while it starts looks like one that cannot start; only the latter fails every time.
+    for attempt in range(_TRIES):
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, pool.acquire)
+        except SandboxUnavailable:
+            if attempt == _TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
 
 
 async def play_to_the_end(task: Task, harness: str, *, seed: int, **play) -> Rollout:

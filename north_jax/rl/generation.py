@@ -53,6 +53,7 @@ class Generation:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopping = False
+        self._ready = threading.Event()
         self._wake: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -60,10 +61,15 @@ class Generation:
     # -- the learner's side -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Returns when the sampler serves the run's weights. Raises what stopped the rollout thread, if it stopped."""
         for id, group in self.journal.state.groups.items():  # of the run so far, when it resumes
             if group.status != "open":
                 self._observe(id)
         self._thread.start()
+        # A resumed run may hold a whole batch already: the learner must not publish weights before there is a client.
+        while not self._ready.wait(0.2):
+            if self._error is not None:
+                raise self._error
 
     def stop(self) -> None:
         """Ends the rollouts in flight; a resume starts them again under the same ids."""
@@ -100,6 +106,8 @@ class Generation:
 
     def publish(self, path: Path, version: int) -> None:
         """Has the sampler serve the folder `path` as `version`, while rollouts go on."""
+        if self._error is not None:
+            raise self._error
         self._sampler.checkpoint = path  # what a restarted sampler serves
         future = asyncio.run_coroutine_threadsafe(self._client.update_weights(path, str(version)), self._loop)
         try:
@@ -136,6 +144,7 @@ class Generation:
                 # A sampler that runs already is handed the weights the run begins with, another one starts from them.
                 if not fresh:
                     await self._client.update_weights(self._sampler.checkpoint, self.version)
+                self._ready.set()
                 running = {asyncio.create_task(self._sampler.keep_alive())}
                 for id in self.journal.state.in_flight():
                     running.add(asyncio.create_task(self._group(id, threads)))

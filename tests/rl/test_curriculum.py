@@ -32,7 +32,8 @@ def test_it_follows_the_outcomes():
         curriculum.observe("delete_file", 0, 8)
         curriculum.observe("copy_file", 3, 5)
     drawn = collections.Counter(curriculum.task(n).template for n in range(300))
-    assert drawn["copy_file"] > 200 and min(drawn["create_file"], drawn["delete_file"]) > 10
+    # Ten groups fade to counts of about 26, so the yields are 0.22, 0.22 and 0.97: 206 draws of 300, three sigma is 24.
+    assert drawn["copy_file"] > 182 and min(drawn["create_file"], drawn["delete_file"]) > 20
 
 
 def test_the_same_outcomes_give_the_same_tasks():
