@@ -82,7 +82,7 @@ def evaluate(
             tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
         ):
             sampler.checkpoint = checkpoint
-            await asyncio.to_thread(sampler.ensure_alive)
+            fresh = await asyncio.to_thread(sampler.ensure_alive)
             client = SamplerClient(
                 sampler.url, vocab_size=chat.tokenizer.vocab_size, context=sampling.context, timeout_s=120
             )
@@ -104,8 +104,7 @@ def evaluate(
                     out.write(json.dumps({"key": sample.key, "rollout": rollout_to_json(rollout)}) + "\n")
                     bar.update()
 
-                sampler.checkpoint = checkpoint
-                if not await asyncio.to_thread(sampler.ensure_alive):
+                if not fresh:  # it was serving other weights
                     await client.update_weights(
                         checkpoint, json.loads((checkpoint / "north_manifest.json").read_text())["weight_version"]
                     )
