@@ -15,22 +15,20 @@ from north_jax.agents.harness import HARNESSES, Action, Submit
 from north_jax.chat.format import Completion, ToolCall
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.sandbox import Sandbox, SandboxDied
-from north_jax.envs.tasks import Replace, Run, Step, Task, make_task
+from north_jax.envs.tasks import Run, Step, Task, make_task, replacement
 
 
 def with_mistake(task: Task, rng: random.Random) -> tuple[Step, ...]:
     """The solution with one mistake and its recovery: a misspelt file name, or a first fix that fails the tests."""
     steps = list(task.solution)
-    fixes = [i for i, step in enumerate(steps) if isinstance(step.action, Replace)]
+    fixes = [i for i, step in enumerate(steps) if step.slip is not None]
     if fixes and rng.random() < 0.5:
         at = fixes[0]
-        fix = steps[at].action
-        bad = f"{fix.new} + 1"
-        tests, redo = steps[at + 1], Replace(fix.path, bad, fix.new)
+        fix, slip = steps[at].action, steps[at].slip
         steps[at : at + 1] = [
-            dataclasses.replace(steps[at], action=Replace(fix.path, fix.old, bad), mistake=True),
-            tests,
-            dataclasses.replace(steps[at], thought=f"{bad} must be {fix.new} in {fix.path}", action=redo),
+            dataclasses.replace(replacement(fix.path, fix.old, slip), mistake=True),
+            steps[at + 1],  # the tests
+            replacement(fix.path, slip, fix.new),
         ]
         return tuple(steps)
     name = rng.choice(sorted(task.files)) if task.files else "note.txt"

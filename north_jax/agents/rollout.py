@@ -80,6 +80,10 @@ async def run_rollout(
             ids.extend(generation.ids)
             mask.extend([1] * len(generation.ids))
             logprobs.extend(generation.logprobs)
+            # Cut by the conversation's end, not by the policy: no word on what the turn would have been.
+            if generation.finish_reason == "length" and len(ids) >= sampling.context:
+                status, detail = "out_of_budget", f"{sampling.context} tokens used"
+                break
             try:
                 completion = chat.parse(generation.ids)
             except ParseError as error:

@@ -5,7 +5,10 @@ in a child process that knows the calls but not the values they must give, so th
 or patches the tests, passes nothing.
 """
 
-from north_jax.envs.tasks import Draft, Replace, Run, Step, Words, template
+from north_jax.envs.tasks import Draft, Run, Step, Words, replacement, template
+
+# A failing test then says its one line; the context of a small model has no room for tracebacks.
+_QUIET = "import sys\n\nsys.tracebacklimit = 0\n"
 
 _RUN_TESTS = """
 for name, test in list(globals().items()):
@@ -32,23 +35,36 @@ sys.exit(os.wait()[1] != 0 or got != want)
 
 
 def _draft(
-    w: Words, issue: list[str], module: str, source: str, checks: list[tuple[str, object]], old: str, new: str
+    w: Words,
+    issue: list[str],
+    module: str,
+    source: str,
+    checks: list[tuple[str, object]],
+    old: str,
+    new: str,
+    slip: str,
 ) -> Draft:
-    """The repository {module}.py + test.py; `checks` are (call, value); replacing `old` by `new` mends the source."""
+    """The repository {module}.py + test.py; `checks` are (call, value).
+
+    Replacing `old` by `new` mends the source; replacing it by `slip` does not.
+    """
     if source.count(old) != 1:
         raise ValueError(f"the text to replace, {old!r}, must be in the source exactly once")
-    tests = "\n\n".join(f"def test_{i}():\n    assert {call} == {value!r}\n" for i, (call, value) in enumerate(checks))
+    tests = "\n\n".join(
+        f'def test_{i}():\n    assert {call} == {value!r}, f"{call} is {{{call}}}, not {value!r}"\n'
+        for i, (call, value) in enumerate(checks)
+    )
     path = f"{module}.py"
     calls = ", ".join(call for call, _ in checks)
     check = _CHECK.format(want=repr([value for _, value in checks]), module=module, calls=calls)
     return Draft(
         instruction=w.rng.choice(issue),
-        files={path: source, "test.py": f"from {module} import *\n\n\n{tests}\n{_RUN_TESTS}"},
+        files={path: source, "test.py": f"{_QUIET}from {module} import *\n\n\n{tests}\n{_RUN_TESTS}"},
         verifier='python3 -S "$VERIFIER_DIR/check.py"',
         verifier_files={"check.py": check},
         solution=(
             Step(f"read {path}", Run(f"cat {path}")),
-            Step(f"{old} must be {new} in {path}", Replace(path, old, new)),
+            replacement(path, old, new, slip),
             Step("run the tests", Run("python3 test.py")),
         ),
     )
@@ -57,7 +73,7 @@ def _draft(
 @template("software")
 def wrong_operator(w: Words) -> Draft:
     m, f, p, q = w.many(4)
-    right, wrong = w.rng.sample(["+", "-", "*"], 2)
+    right, wrong, slip = w.rng.sample(["+", "-", "*"], 3)
     verb = {"+": "add", "-": "subtract", "*": "multiply"}[right]
     return _draft(
         w,
@@ -65,29 +81,31 @@ def wrong_operator(w: Words) -> Draft:
         m,
         f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
         [(f"{f}({a}, {b})", {"+": a + b, "-": a - b, "*": a * b}[right]) for a, b in ((7, 3), (5, 4))],
-        f"{p} {wrong} {q}",
-        f"{p} {right} {q}",
+        wrong,
+        right,
+        slip,
     )
 
 
 @template("software")
 def wrong_constant(w: Words) -> Draft:
     m, f, p = w.many(3)
-    right, wrong = w.rng.sample(range(2, 10), 2)
+    right, wrong, slip = map(str, w.rng.sample(range(2, 10), 3))
     return _draft(
         w,
         [f"In {m}.py {f} must multiply by {right}.", f"Bug in {m}.py: {f} does not multiply by {right}."],
         m,
         f"def {f}({p}):\n    return {p} * {wrong}\n",
-        [(f"{f}({a})", a * right) for a in (1, 3)],
-        f"{p} * {wrong}",
-        f"{p} * {right}",
+        [(f"{f}({a})", a * int(right)) for a in (1, 3)],
+        wrong,
+        right,
+        slip,
     )
 
 
 @template("software")
 def wrong_text(w: Words) -> Draft:
-    m, f, right, wrong = w.many(4)
+    m, f, right, wrong, slip = w.many(5)
     return _draft(
         w,
         [f"In {m}.py {f} must return {right}.", f"Bug in {m}.py: {f} does not return {right}."],
@@ -96,6 +114,7 @@ def wrong_text(w: Words) -> Draft:
         [(f"{f}()", right)],
         wrong,
         right,
+        slip,
     )
 
 
@@ -110,6 +129,7 @@ def wrong_argument(w: Words) -> Draft:
         [(f"{f}(1, 2)", 1), (f"{f}(4, 3)", 4)],
         f"return {q}",
         f"return {p}",
+        f"return {p} + {q}",
     )
 
 
@@ -124,15 +144,16 @@ def wrong_comparison(w: Words) -> Draft:
         m,
         f"def {f}({p}, {q}):\n    return {p} {wrong} {q}\n",
         [(f"{f}(2, 1)", right == ">"), (f"{f}(1, 2)", right == "<")],
-        f"{p} {wrong} {q}",
-        f"{p} {right} {q}",
+        wrong,
+        right,
+        "==",
     )
 
 
 @template("software")
 def wrong_index(w: Words) -> Draft:
     m, f, p = w.many(3)
-    right, wrong = w.rng.sample([0, 1, -1], 2)
+    right, wrong, slip = w.rng.sample([0, 1, -1], 3)
     which = {0: "first", 1: "second", -1: "last"}[right]
     return _draft(
         w,
@@ -140,8 +161,9 @@ def wrong_index(w: Words) -> Draft:
         m,
         f"def {f}({p}):\n    return {p}[{wrong}]\n",
         [(f"{f}([4, 5, 6])", [4, 5, 6][right]), (f"{f}([7, 8, 9])", [7, 8, 9][right])],
-        f"{p}[{wrong}]",
-        f"{p}[{right}]",
+        str(wrong),
+        str(right),
+        str(slip),
     )
 
 
@@ -157,19 +179,21 @@ def missing_return(w: Words) -> Draft:
         [(f"{f}({a})", a + n) for a in (1, 5)],
         f"{p} + {n}",
         f"return {p} + {n}",
+        f"print({p} + {n})",
     )
 
 
 @template("software")
 def wrong_default(w: Words) -> Draft:
     m, f, p, q = w.many(4)
-    right, wrong = w.rng.sample(range(2, 10), 2)
+    right, wrong, slip = map(str, w.rng.sample(range(2, 10), 3))
     return _draft(
         w,
         [f"In {m}.py the default of {q} must be {right}.", f"Bug in {m}.py: the default of {q} is not {right}."],
         m,
         f"def {f}({p}, {q}={wrong}):\n    return {p} + {q}\n",
-        [(f"{f}(1)", 1 + right), (f"{f}(1, 1)", 2)],
-        f"{q}={wrong}",
-        f"{q}={right}",
+        [(f"{f}(1)", 1 + int(right)), (f"{f}(1, 1)", 2)],
+        wrong,
+        right,
+        slip,
     )

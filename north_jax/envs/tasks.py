@@ -29,11 +29,20 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of the scripted expert: a short reasoning and an action. A `mistake` is shown but never trained on."""
+    """One step of the scripted expert: a short reasoning and an action. A `mistake` is shown but never trained on.
+
+    slip: for a replacement, a plausible new text that the tests refuse.
+    """
 
     thought: str
     action: Run | Replace
     mistake: bool = False
+    slip: str | None = None
+
+
+def replacement(path: str, old: str, new: str, slip: str | None = None) -> Step:
+    """The step that replaces `old`, found once in the file `path`, by `new`."""
+    return Step(f"{old} must be {new} in {path}", Replace(path, old, new), slip=slip)
 
 
 @dataclasses.dataclass(frozen=True)
