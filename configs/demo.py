@@ -20,7 +20,7 @@ COMMON = (
 )  # fmt: skip
 RARE = (
     "count_lines", "last_line", "find_file", "drop_lines", "join_files", "count_word", "make_executable",
-    "copy_named_in_note", "create_and_delete", "wrong_comparison", "wrong_index", "missing_return",
+    "copy_named_in_note", "create_and_delete", "wrong_comparison", "wrong_key", "missing_return",
 )  # fmt: skip
 NEVER = ("rename_named_in_note", "copy_and_append", "wrong_default")
 
@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
 
     c.sft = sft_config(
         stages=(
-            stage_config(row_length=256, batch_rows=8, epochs=4.0, lr=3e-3, warmup=20, decay="constant"),
+            stage_config(row_length=256, batch_rows=8, epochs=2.5, lr=3e-3, warmup=20, decay="constant"),
             stage_config(row_length=512, batch_rows=4, epochs=0.75, lr=2e-3, warmup=5),
         ),
         save_every=100,

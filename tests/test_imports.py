@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "envs": set(),
     "sampler": {"model", "parallel", "weights"},
     "agents": {"chat", "envs", "sampler"},
-    "evals": {"agents", "chat", "envs", "sampler", "weights"},
+    "evals": {"agents", "chat", "data", "envs", "sampler", "weights"},
     "rl": {"agents", "chat", "data", "envs", "model", "parallel", "sampler", "train", "weights"},
 }
 

@@ -7,10 +7,20 @@ or patches the tests, passes nothing.
 
 from north_jax.envs.tasks import Draft, Run, Step, Words, replacement, template
 
-# A failing test then says its one line; the context of a small model has no room for tracebacks.
-_QUIET = "import sys\n\nsys.tracebacklimit = 0\n"
+# A failing test says one line: the context of a small model has no room for tracebacks.
+_TESTS = """\
+import sys
 
-_RUN_TESTS = """
+sys.tracebacklimit = 0
+from MODULE import *
+
+
+def check(call, value, want):
+    assert value == want, f"{call} is {value}, not {want}"
+
+
+TESTS
+
 for name, test in list(globals().items()):
     if name.startswith("test_"):
         test()
@@ -51,15 +61,14 @@ def _draft(
     if source.count(old) != 1:
         raise ValueError(f"the text to replace, {old!r}, must be in the source exactly once")
     tests = "\n\n".join(
-        f'def test_{i}():\n    assert {call} == {value!r}, f"{call} is {{{call}}}, not {value!r}"\n'
-        for i, (call, value) in enumerate(checks)
+        f"def test_{i}():\n    check({call!r}, {call}, {value!r})\n" for i, (call, value) in enumerate(checks)
     )
     path = f"{module}.py"
     calls = ", ".join(call for call, _ in checks)
     check = _CHECK.format(want=repr([value for _, value in checks]), module=module, calls=calls)
     return Draft(
         instruction=w.rng.choice(issue),
-        files={path: source, "test.py": f"{_QUIET}from {module} import *\n\n\n{tests}\n{_RUN_TESTS}"},
+        files={path: source, "test.py": _TESTS.replace("MODULE", module).replace("TESTS", tests)},
         verifier='python3 -S "$VERIFIER_DIR/check.py"',
         verifier_files={"check.py": check},
         solution=(
@@ -89,14 +98,13 @@ def wrong_operator(w: Words) -> Draft:
 
 @template("software")
 def wrong_constant(w: Words) -> Draft:
-    m, f, p = w.many(3)
-    right, wrong, slip = map(str, w.rng.sample(range(2, 10), 3))
+    m, f, p, right, wrong, slip = w.many(6)
     return _draft(
         w,
-        [f"In {m}.py {f} must multiply by {right}.", f"Bug in {m}.py: {f} does not multiply by {right}."],
+        [f"In {m}.py {f} must tell if {p} is {right}.", f"Bug in {m}.py: {f} does not tell if {p} is {right}."],
         m,
-        f"def {f}({p}):\n    return {p} * {wrong}\n",
-        [(f"{f}({a})", a * int(right)) for a in (1, 3)],
+        f"def {f}({p}):\n    return {p} == '{wrong}'\n",
+        [(f"{f}('{word}')", word == right) for word in (right, wrong)],
         wrong,
         right,
         slip,
@@ -151,48 +159,44 @@ def wrong_comparison(w: Words) -> Draft:
 
 
 @template("software")
-def wrong_index(w: Words) -> Draft:
-    m, f, p = w.many(3)
-    right, wrong, slip = w.rng.sample([0, 1, -1], 3)
-    which = {0: "first", 1: "second", -1: "last"}[right]
+def wrong_key(w: Words) -> Draft:
+    m, f, p, right, wrong, slip = w.many(6)
     return _draft(
         w,
-        [f"In {m}.py {f} must return the {which} item.", f"Bug in {m}.py: {f} does not return the {which} item."],
+        [f"In {m}.py {f} must return the item {right}.", f"Bug in {m}.py: {f} does not return the item {right}."],
         m,
-        f"def {f}({p}):\n    return {p}[{wrong}]\n",
-        [(f"{f}([4, 5, 6])", [4, 5, 6][right]), (f"{f}([7, 8, 9])", [7, 8, 9][right])],
-        str(wrong),
-        str(right),
-        str(slip),
+        f"def {f}({p}):\n    return {p}.get('{wrong}')\n",
+        [(f"{f}({{'{right}': {n}}})", n) for n in (4, 7)],
+        wrong,
+        right,
+        slip,
     )
 
 
 @template("software")
 def missing_return(w: Words) -> Draft:
     m, f, p = w.many(3)
-    n = w.rng.randint(2, 9)
     return _draft(
         w,
         [f"In {m}.py {f} returns nothing.", f"Bug in {m}.py: {f} has no return."],
         m,
-        f"def {f}({p}):\n    {p} + {n}\n",
-        [(f"{f}({a})", a + n) for a in (1, 5)],
-        f"{p} + {n}",
-        f"return {p} + {n}",
-        f"print({p} + {n})",
+        f"def {f}({p}):\n    len({p})\n",
+        [(f"{f}('{word}')", len(word)) for word in ("a", "abc")],
+        "len(",
+        "return len(",
+        "print(",
     )
 
 
 @template("software")
 def wrong_default(w: Words) -> Draft:
-    m, f, p, q = w.many(4)
-    right, wrong, slip = map(str, w.rng.sample(range(2, 10), 3))
+    m, f, p, right, wrong, slip = w.many(6)
     return _draft(
         w,
-        [f"In {m}.py the default of {q} must be {right}.", f"Bug in {m}.py: the default of {q} is not {right}."],
+        [f"In {m}.py the default of {p} must be {right}.", f"Bug in {m}.py: the default of {p} is not {right}."],
         m,
-        f"def {f}({p}, {q}={wrong}):\n    return {p} + {q}\n",
-        [(f"{f}(1)", 1 + int(right)), (f"{f}(1, 1)", 2)],
+        f"def {f}({p}='{wrong}'):\n    return {p}\n",
+        [(f"{f}()", right), (f"{f}('a')", "a")],
         wrong,
         right,
         slip,

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from north_jax.agents.record import Rollout, rollout_from_json, rollout_to_json
 from north_jax.agents.rollout import Sampling, play_to_the_end
 from north_jax.chat.format import ChatFormat
+from north_jax.data.jsonl import JsonLines, read_lines
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
 from north_jax.sampler.client import SamplerClient
@@ -61,24 +62,18 @@ def evaluate(
 ) -> dict[str, Rollout]:
     """Plays the wanted samples against the sampler serving `checkpoint`; returns {key: rollout}.
 
-    Finished rollouts are appended to `path` and not played again. An episode whose sandbox died is played once more.
+    Finished rollouts are appended to `path` and not played again. An episode whose sandbox died is played again.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     done: dict[str, Rollout] = {}
     if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a run that was killed
-                continue
-            done[record["key"]] = rollout_from_json(record["rollout"])
+        done = {record["key"]: rollout_from_json(record["rollout"]) for record in read_lines(path)}
     missing = [sample for sample in wanted if sample.key not in done]
 
     async def play() -> None:
         slots = asyncio.Semaphore(pool.size)
         with (
             ThreadPoolExecutor(pool.size) as threads,
-            path.open("a") as out,
+            JsonLines(path) as out,
             tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
         ):
             sampler.checkpoint = checkpoint
@@ -101,7 +96,7 @@ def evaluate(
                             seed=sample.sampling_seed,
                         )
                     done[sample.key] = rollout
-                    out.write(json.dumps({"key": sample.key, "rollout": rollout_to_json(rollout)}) + "\n")
+                    out.append({"key": sample.key, "rollout": rollout_to_json(rollout)}, sync=False)
                     bar.update()
 
                 if not fresh:  # it was serving other weights

@@ -5,11 +5,14 @@ down before the journal calls it finished. Every group ends: trained, filtered (
 """
 
 import asyncio
+import concurrent.futures
 import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tqdm import tqdm
 
 from north_jax.agents.record import Rollout
 from north_jax.agents.rollout import Sampling, play_to_the_end
@@ -28,6 +31,8 @@ class Generation:
 
     The journal is shared by both threads and guarded by one lock. `version` is the weight version now live.
     """
+
+    SAY_AFTER = 100  # groups in a row without a signal
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class Generation:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopping = False
+        self._without_signal = 0
         self._ready = threading.Event()
         self._wake: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,7 +99,15 @@ class Generation:
                     continue
             if got.filtered:
                 self._notify()  # its slot is free at once
+                self._without_signal += 1
+                if self._without_signal % self.SAY_AFTER == 0:
+                    tqdm.write(
+                        f"RL: {self._without_signal} groups in a row carried no signal, their members were all solved "
+                        "or all failed; if this goes on, the tasks are out of this model's reach or too easy for it: "
+                        "stop, and change config.tasks or train longer in SFT"
+                    )
             else:
+                self._without_signal = 0
                 taken.append(self.file.read(got.id, self.journal.state.groups[got.id].offset))
         return taken
 
@@ -110,10 +124,14 @@ class Generation:
             raise self._error
         self._sampler.checkpoint = path  # what a restarted sampler serves
         future = asyncio.run_coroutine_threadsafe(self._client.update_weights(path, str(version)), self._loop)
-        try:
-            future.result(timeout=120)
-        except SamplerError:
+        # The client has a deadline of its own; what can keep it from answering is the death of the thread it runs in.
+        while not concurrent.futures.wait([future], timeout=1.0).done:
+            if self._error is not None:
+                raise self._error
+        if isinstance(future.exception(), SamplerError):
             self._sampler.ensure_alive()  # it died; its successor starts from the new folder
+        else:
+            future.result()
         self.version = version
         with self._changed:
             self.journal.export(version)

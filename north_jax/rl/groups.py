@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from north_jax.agents.record import Rollout, check_rollout, rollout_from_json, rollout_to_json
-from north_jax.rl import advantages, journal
+from north_jax.data import jsonl
+from north_jax.rl import advantages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class GroupFile:
     """rollouts.jsonl: finished groups, one a line, appended before the journal calls them finished."""
 
     def __init__(self, path: str | os.PathLike):
-        self._lines = journal.JsonLines(path)
+        self._lines = jsonl.JsonLines(path)
         self.note = self._lines.note
 
     def append(self, group: Group) -> int:
@@ -92,5 +93,5 @@ class GroupFile:
 
 def read_groups(path: str | os.PathLike) -> Iterator[Group]:
     """All groups of a rollouts file in the order of finishing; a restarted group may come once per attempt."""
-    for record in journal.read_lines(path):
+    for record in jsonl.read_lines(path):
         yield Group.from_json(record)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from north_jax.data.jsonl import JsonLines, read_lines
+
 # name: (unit, definition). A name that is not here cannot be written.
 METRICS: dict[str, tuple[str, str]] = {
     # Every training step.
@@ -53,13 +55,12 @@ class MetricsWriter:
 
     def __init__(self, path: str | os.PathLike, *, after_step: int = 0):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             kept = "".join(json.dumps(line) + "\n" for line in read_metrics(self.path) if line["step"] <= after_step)
             temporary = self.path.with_name(self.path.name + ".tmp")
             temporary.write_text(kept)
             temporary.replace(self.path)
-        self._file = self.path.open("a")
+        self._lines = JsonLines(self.path)
 
     def write(self, step: int, values: Mapping[str, float], *, stage: str | None = None) -> None:
         """Raises KeyError for a name without a definition, ValueError for a value that is not finite."""
@@ -70,11 +71,10 @@ class MetricsWriter:
             line[name] = float(value)
             if not math.isfinite(line[name]):
                 raise ValueError(f"metric {name!r} is {line[name]} at step {step}: leave out what has no value")
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._lines.append(line, sync=False)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
@@ -82,14 +82,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
     Raises ValueError naming the file and line for any other line that is not a JSON object with a step.
     """
-    lines = []
-    for number, text in enumerate(Path(path).read_text().splitlines(keepends=True), 1):
-        if not text.endswith("\n"):
-            break
-        try:
-            line = json.loads(text)
-            line["step"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} line {number} is not a line of metrics: delete it, or move the file") from error
-        lines.append(line)
+    lines = list(read_lines(path))
+    for number, line in enumerate(lines, 1):
+        if "step" not in line:
+            raise ValueError(f"{path}:{number} has no step, so it is no line of metrics: delete it, or move the file")
     return lines

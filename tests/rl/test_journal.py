@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from north_jax.agents.record import Rollout
+from north_jax.data.jsonl import JsonLines, read_lines
 from north_jax.rl.groups import Group, GroupFile
-from north_jax.rl.journal import Journal, JsonLines, fold, read_lines
+from north_jax.rl.journal import Journal, fold
 
 CAPACITY, WINDOW, PER_STEP, STEPS, CHECKPOINT_EVERY, MEMBERS = 6, 3, 2, 7, 3, 2
 
