@@ -41,6 +41,7 @@ def test_unknown_names_and_values_that_are_not_finite_are_refused(tmp_path):
 
 def test_a_line_that_is_no_metric_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\nhello\n')
-    with pytest.raises(ValueError, match=r"m.jsonl line 2 is not a line of metrics"):
-        read_metrics(path)
+    for line, message in (("hello", "m.jsonl:2 is damaged"), ('{"loss": 1}', "m.jsonl:2 has no step")):
+        path.write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(ValueError, match=message):
+            read_metrics(path)
