@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "pallas_kernels": set(),
     "model": {"pallas_kernels"},
     "parallel": set(),
-    "weights": {"model"},
+    "weights": {"model", "parallel"},
     "chat": set(),
     "data": set(),
     "train": {"model", "parallel", "weights", "data"},

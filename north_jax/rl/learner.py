@@ -30,7 +30,7 @@ from north_jax.train.checkpoint import Checkpoints
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import token_logprobs
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import adamw, make_schedule
+from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import TrainState, init_state, make_train_step, shard_batch
 from north_jax.weights import hf
 
@@ -43,9 +43,9 @@ def rl_config(**values) -> ConfigDict:
 
     steps: learner steps. group_size: rollouts a task. groups_per_step: P, groups with signal a step. queue_groups: N,
     groups admitted and not yet released. window: the queue's W is max(1, floor(window * N)). export_every: K, learner
-    steps between exports to the sampler. lr rises over `warmup` steps and stays. ratio_cap: absolute cap on the
-    importance ratio. row_length: tokens of a learner row, and the most a rollout may have. save_every: steps between
-    checkpoints.
+    steps between exports to the sampler. lr rises over `warmup` steps and stays. optimizer, moments, param_dtype,
+    rounding: the choices of `north_jax.train.optimizer.make_optimizer`. ratio_cap: absolute cap on the importance
+    ratio. row_length: tokens of a learner row, and the most a rollout may have. save_every: steps between checkpoints.
     """
     config = ConfigDict(
         {
@@ -58,6 +58,10 @@ def rl_config(**values) -> ConfigDict:
             "export_every": 4,
             "lr": 5e-4,
             "warmup": 5,
+            "optimizer": "adamw",
+            "moments": "float32",
+            "param_dtype": "float32",
+            "rounding": "nearest",
             "weight_decay": 0.01,
             "clip": 1.0,
             "ratio_cap": 5.0,
@@ -171,10 +175,15 @@ def run_rl(
     SIGINT ends the running step, saves, and raises KeyboardInterrupt; a second one stops at once.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    optimizer = adamw(
+    optimizer = make_optimizer(
         make_schedule(config.lr, config.steps, warmup=config.warmup, decay="constant"),
+        optimizer=config.optimizer,
+        moments=config.moments,
+        param_dtype=config.param_dtype,
+        rounding=config.rounding,
         weight_decay=config.weight_decay,
         clip=config.clip,
+        seed=config.seed,
     )
     with contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(workdir / "checkpoints", keep=config.keep)

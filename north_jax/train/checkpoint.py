@@ -22,8 +22,9 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The last `keep` checkpoints of a run, `directory`/<step>/.
 
-    A checkpoint holds a pytree of arrays and a JSON dict (stage, data iterator, …) and appears under its number only
-    when it is complete. Every array carries a checksum, so that damage is noticed and the one before is taken.
+    A checkpoint holds a pytree of arrays (random keys among them) and a JSON dict (stage, data iterator, …) and appears
+    under its number only when it is complete. Every array carries a checksum, so that damage is noticed and the one
+    before is taken. Any number of devices, in any mesh, can read what others wrote.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 2):
@@ -49,13 +50,14 @@ class Checkpoints:
         Raises CheckpointError when this or the previous checkpoint finds no room; earlier ones are untouched.
         """
         self.wait()
-        arrays = _named(state)
+        named = _named(state)
+        arrays = {name: jax.random.key_data(array) if _is_key(array) else array for name, array in named.items()}
         needed = sum(array.nbytes for array in arrays.values())
         free = shutil.disk_usage(self.directory).free
         if needed > free:
             raise CheckpointError(self._no_room(step, f"needs {needed:,} bytes where {free:,} are free"))
         about = {
-            "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
+            "arrays": _types(named),
             "checksums": _checksums(arrays),
             "extra": extra,
         }
@@ -121,24 +123,25 @@ class Checkpoints:
         if saved.pop("crc32", None) != _crc32(saved):
             raise ValueError("the checksum of its description does not match")
         wanted = _named(template)
-        shapes = {name: [list(array.shape), str(array.dtype)] for name, array in wanted.items()}
-        if differing := sorted(
-            name for name in shapes | saved["arrays"] if shapes.get(name) != saved["arrays"].get(name)
-        ):
+        here, there = _types(wanted), saved["arrays"]
+        if differing := sorted(name for name in here | there if here.get(name) != there.get(name)):
             name = differing[0]
             raise CheckpointError(
                 f"checkpoint {step} in {self.directory} was written by another configuration: {name} is "
-                f"{saved['arrays'].get(name, 'absent')} there and {shapes.get(name, 'absent')} here "
+                f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here "
                 f"({len(differing)} arrays differ); use the config it was written with, or another workdir"
             )
-        abstract = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-            for name, array in wanted.items()
-        }
+        abstract = {}
+        for name, array in wanted.items():
+            data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
+            abstract[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=array.sharding)
         arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))["state"]
         for name, checksum in _checksums(arrays).items():
             if checksum != saved["checksums"][name]:
                 raise ValueError(f"the checksum of {name} does not match")
+        for name in (name for name, array in wanted.items() if _is_key(array)):
+            impl = jax.random.key_impl(jnp.zeros((), wanted[name].dtype))
+            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
         return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted]), saved["extra"]
 
     def _failed(self, error: Exception) -> None:
@@ -169,6 +172,14 @@ def _named(tree: Any) -> dict[str, Any]:
     # One flat dict of plain names: what is on disk does not depend on the classes of any library.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _is_key(array) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _types(arrays: dict[str, Any]) -> dict[str, list]:
+    return {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
 
 
 def _crc32(about: dict) -> int:

@@ -17,7 +17,7 @@ from north_jax.train.checkpoint import CheckpointError, Checkpoints
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import sft_loss
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import adamw, make_schedule
+from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
 
 
@@ -37,11 +37,23 @@ def stage_config(**values) -> ConfigDict:
 def sft_config(**values) -> ConfigDict:
     """The `sft` section of a run's config; `stages` is a tuple of `stage_config`, in order of training.
 
+    `optimizer`, `moments`, `param_dtype` and `rounding` are the choices of `north_jax.train.optimizer.make_optimizer`.
     `save_every` counts steps; the last step of a stage is saved too. `keep` checkpoints stay on disk.
     Raises KeyError for a name that is not a setting.
     """
     config = ConfigDict(
-        {"seed": 0, "stages": (stage_config(),), "weight_decay": 0.01, "clip": 1.0, "save_every": 100, "keep": 2}
+        {
+            "seed": 0,
+            "stages": (stage_config(),),
+            "optimizer": "adamw",
+            "moments": "float32",
+            "param_dtype": "float32",
+            "rounding": "nearest",
+            "weight_decay": 0.01,
+            "clip": 1.0,
+            "save_every": 100,
+            "keep": 2,
+        }
     )
     config.lock().update(values)
     return config
@@ -80,12 +92,17 @@ def run_sft(
             )
     steps = [stage_steps(*pair) for pair in zip(data, stages, strict=True)]
     optimizers = [
-        adamw(
+        make_optimizer(
             make_schedule(stage.lr, count, warmup=stage.warmup, decay=stage.decay),
+            optimizer=config.optimizer,
+            moments=config.moments,
+            param_dtype=config.param_dtype,
+            rounding=config.rounding,
             weight_decay=config.weight_decay,
             clip=config.clip,
+            seed=config.seed + index,
         )
-        for stage, count in zip(stages, steps, strict=True)
+        for index, (stage, count) in enumerate(zip(stages, steps, strict=True))
     ]
     digests = [_digest(packed, stage, config.seed) for packed, stage in zip(data, stages, strict=True)]
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from north_jax.parallel import batch_sharding, parameter_shardings
-from north_jax.train.optimizer import Optimizer
+from north_jax.train.optimizer import Optimizer, Quantised
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -34,8 +34,12 @@ class TrainState:
 
 
 def init_state(model: nnx.Module, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """A state at step 0, laid out on the mesh. It takes over the model's arrays: do not use `model` afterwards."""
+    """A state at step 0, laid out on the mesh, its parameters in the type that the optimizer was made for.
+
+    It takes over the model's arrays: do not use `model` afterwards.
+    """
     graphdef, params = nnx.split(model, nnx.Param)
+    params = optax.tree.cast(params, jnp.dtype(optimizer.param_dtype))
     params = jax.device_put(params, parameter_shardings(mesh, params))
     return _begin(graphdef, params, optimizer, mesh)
 
@@ -53,14 +57,33 @@ def _begin(graphdef: nnx.GraphDef, params: nnx.State, optimizer: Optimizer, mesh
 
 
 def _opt_shardings(opt_state, params: nnx.State, optimizer: Optimizer, mesh: Mesh):
-    # Moments lie where their parameters lie; counters are everywhere.
+    # Moments lie where their parameters lie, the scales of quantised ones too; counters are everywhere.
+    def one(moment, sharding):
+        if isinstance(moment, optax.MaskedNode):  # of a parameter that another part of the optimizer moves
+            return moment
+        if isinstance(moment, Quantised):
+            return Quantised(sharding, _scales_sharding(moment.scales, sharding))
+        return sharding
+
     return optax.tree_map_params(
         optimizer.transform,
-        lambda _, sharding: sharding,
+        one,
         opt_state,
         parameter_shardings(mesh, params),
         transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+        is_leaf=lambda x: isinstance(x, Quantised | optax.MaskedNode),
     )
+
+
+def _scales_sharding(scales, sharding: NamedSharding) -> NamedSharding:
+    # Blocks that do not divide over the mesh axes of the last dimension are on all of their devices.
+    *rows, last = sharding.spec
+    try:
+        split = NamedSharding(sharding.mesh, PartitionSpec(*rows, last))
+        split.shard_shape(scales.shape)
+        return split
+    except ValueError:
+        return NamedSharding(sharding.mesh, PartitionSpec(*rows, None))
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
@@ -98,7 +121,11 @@ def make_train_step(
         # Pinned, so that the compiler cannot hand back another layout than it was given.
         params = jax.lax.with_sharding_constraint(params, parameter_shardings(mesh, params))
         opt_state = jax.lax.with_sharding_constraint(opt_state, _opt_shardings(opt_state, params, optimizer, mesh))
-        own = {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": optimizer.schedule(state.step)}
+        own = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(optax.tree.cast(grads, jnp.float32)),
+            "lr": optimizer.schedule(state.step),
+        }
         return dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1), own | metrics
 
     return jax.jit(step, donate_argnums=0)

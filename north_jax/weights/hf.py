@@ -1,111 +1,103 @@
-"""Hugging Face folder <-> Decoder: one table of names, a reader that refuses what does not fit, an atomic writer.
+"""Hugging Face folder <-> Decoder, one parameter at a time: neither way holds more than that beside the model."""
 
-A matrix on disk is [out, in] and flat; in memory it is [in…, out…] with heads split off and experts stacked. The
-bytes of a tensor survive load and save unchanged.
-"""
-
-import contextlib
 import dataclasses
-import json
+import functools
+import math
 import os
 import pathlib
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from tqdm import tqdm
 
 from north_jax.model import Decoder, ModelConfig
+from north_jax.parallel import parameter_shardings
+from north_jax.weights.export import SHARD_BYTES, FolderWriter, Planned, Unit
+from north_jax.weights.folder import CheckpointError, Folder
+from north_jax.weights.names import Entry, by_parameter, manifest, parameters
 
-# Name on disk, parameter path, and how many leading axes of the parameter are the matrix's input (0: kept as it is).
-TABLE = (
-    ("model.embed_tokens.weight", "embedding_VD", 0),
-    ("model.norm.weight", "norm.scale_D", 0),
-    ("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.norm.scale_D", 0),
-    ("model.layers.{layer}.self_attn.q_proj.weight", "layers.{layer}.attention.q_DHK", 1),
-    ("model.layers.{layer}.self_attn.k_proj.weight", "layers.{layer}.attention.k_DGK", 1),
-    ("model.layers.{layer}.self_attn.v_proj.weight", "layers.{layer}.attention.v_DGK", 1),
-    ("model.layers.{layer}.self_attn.o_proj.weight", "layers.{layer}.attention.o_HKD", 2),
-    ("model.layers.{layer}.mlp.gate_proj.weight", "layers.{layer}.mlp.gate_DF", 1),
-    ("model.layers.{layer}.mlp.up_proj.weight", "layers.{layer}.mlp.up_DF", 1),
-    ("model.layers.{layer}.mlp.down_proj.weight", "layers.{layer}.mlp.down_FD", 1),
-    ("model.layers.{layer}.mlp.gate.weight", "layers.{layer}.mlp.router_DE", 1),
-    ("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "layers.{layer}.mlp.gate_EDF", 1),
-    ("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", "layers.{layer}.mlp.up_EDF", 1),
-    ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", "layers.{layer}.mlp.down_EFD", 1),
-)
-_ROW = {path: (name, inputs) for name, path, inputs in TABLE}
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_THREADS = 4  # that read and transpose experts; both let go of the interpreter
+Slices = tuple[slice, ...]
 
 
-class CheckpointError(ValueError):
-    """A folder that cannot be loaded: one sentence naming the file or tensor, and the remedy."""
+# -- between the two layouts ------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """Where one disk tensor of shape `shape` goes: a parameter, or one expert of a stacked parameter."""
+def to_matrix(value: np.ndarray, entry: Entry) -> np.ndarray:
+    """A parameter, or one expert of it, as it lies on disk."""
+    if not entry.inputs:
+        return value
+    matrix = np.empty(entry.shape, value.dtype)
+    _transpose(matrix, value.reshape(entry.shape[::-1]))
+    return matrix
 
-    path: tuple
-    expert: int | None
-    inputs: int
-    shape: tuple[int, ...]
+
+def _transpose(out: np.ndarray, value: np.ndarray) -> None:
+    # A strip at a time, so that both sides stay in the cache: all at once it takes several times as long.
+    for start in range(0, len(out), _STRIP):
+        out[start : start + _STRIP] = value[:, start : start + _STRIP].T
 
 
-def manifest(model: Decoder) -> dict[str, Entry]:
-    """Every tensor of the model's folder by its name on disk, in the order of the parameters.
+_STRIP = 64  # rows
 
-    Works on an abstract model (`nnx.eval_shape`) as well.
+
+def _matrix_slices(index: Slices, shape: tuple[int, ...], inputs: int) -> tuple[slice, slice] | None:
+    """(rows, columns) of the disk matrix that hold the block `index` of a parameter (or expert) of this shape.
+
+    None when they are no contiguous ranges: another axis than the first of a side is split.
     """
-    entries: dict[str, Entry] = {}
-    for path, param in _parameters(model):
-        dotted = ".".join(map(str, path))
-        layer = re.search(r"\d+", dotted)
-        template, inputs = _ROW[re.sub(r"\d+", "{layer}", dotted)]
-        shape = tuple(param.shape)
-        experts: list[int | None] = [None]
-        if "{expert}" in template:
-            experts, shape = list(range(shape[0])), shape[1:]
-        if inputs:
-            shape = (int(np.prod(shape[inputs:])), int(np.prod(shape[:inputs])))
-        for expert in experts:
-            name = template.format(layer=layer and layer.group(), expert=expert)
-            entries[name] = Entry(path, expert, inputs, shape)
-    return entries
+
+    def side(index: Slices, shape: tuple[int, ...]) -> slice | None:
+        inner = math.prod(shape[1:])
+        if any((part.start, part.stop) != (0, size) for part, size in zip(index[1:], shape[1:], strict=True)):
+            return None
+        return slice(index[0].start * inner, index[0].stop * inner)
+
+    rows, columns = side(index[inputs:], shape[inputs:]), side(index[:inputs], shape[:inputs])
+    return None if rows is None or columns is None else (rows, columns)
 
 
-def _parameters(model: Decoder) -> list[tuple[tuple, nnx.Param]]:
-    return list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def to_tensors(model: Decoder) -> dict[str, np.ndarray]:
-    """The parameters as they lie on disk: name -> array in the model's own type."""
-    host = {path: np.asarray(jax.device_get(param[...])) for path, param in _parameters(model)}
-    tensors = {}
-    for name, entry in manifest(model).items():
-        value = host[entry.path] if entry.expert is None else host[entry.path][entry.expert]
-        if entry.inputs:
-            value = value.reshape(entry.shape[::-1]).T
-        tensors[name] = np.ascontiguousarray(value)
-    return tensors
+def load(
+    path: str | os.PathLike,
+    dtype=None,
+    *,
+    mesh: Mesh | None = None,
+    moe: str = "dense",
+    window_inclusive: bool = False,
+    check_finite: bool = False,
+) -> Decoder:
+    """The Decoder of a Hugging Face folder (`config.json` with `model.safetensors` or shards and their index), or of an
+    Orbax folder that `tools/convert.py` made of one.
 
+    With a mesh every parameter is laid out on it by the table of `north_jax/parallel`, and each process reads only what
+    its devices hold. Parameters keep the type they have on disk unless `dtype` is given; quantised matrices come
+    dequantised. `moe` and `window_inclusive` as in Decoder and ModelConfig. check_finite: refuse NaN and infinity.
 
-def from_tensors(model: Decoder, tensors: Mapping[str, np.ndarray], dtype=None) -> None:
-    """Replaces all parameters of the model (which may be abstract) by the named disk tensors, as `dtype` if given.
-
-    Raises CheckpointError naming the tensor that is missing, left over or misshaped; the model is then unchanged.
+    Host memory beside the arrays: one parameter. Raises CheckpointError, one sentence, on anything missing, left over,
+    misshaped, truncated or damaged.
     """
-    _fill(model, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.__getitem__, "tensors", dtype)
+    if (pathlib.Path(path) / "parameters").is_dir():
+        from north_jax.weights import orbax_folder  # Orbax takes a second to import
+
+        return orbax_folder.load(path, dtype, mesh=mesh, moe=moe, window_inclusive=window_inclusive)
+    with Folder(path, check_finite=check_finite) as folder:
+        config = dataclasses.replace(folder.config, window_inclusive=window_inclusive)
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe=moe))
+        entries = manifest(model)
+        check(entries, {name: folder.shape(name) for name in folder.names()}, str(path))
+        fill(model, entries, folder.read, folder.dtype, dtype=dtype, mesh=mesh, label=f"loading {folder.path.name}")
+    return model
 
 
-def _fill(model: Decoder, shapes: Mapping[str, tuple], read: Callable[[str], np.ndarray], source: str, dtype) -> None:
-    entries = manifest(model)
+def check(entries: Mapping[str, Entry], shapes: Mapping[str, tuple], source: str) -> None:
+    """Raises CheckpointError unless the named shapes are exactly those of the entries."""
     if missing := [name for name in entries if name not in shapes]:
         raise CheckpointError(
             f"{source}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the files again, or take the"
@@ -122,84 +114,185 @@ def _fill(model: Decoder, shapes: Mapping[str, tuple], read: Callable[[str], np.
                 f"{source}: tensor {name} has shape {list(shapes[name])} but the config asks for {list(entry.shape)};"
                 " take the config.json that belongs to the weights"
             )
-    names: dict[tuple, list[str]] = {}
-    for name, entry in entries.items():
-        names.setdefault(entry.path, []).append(name)
-    for path, param in _parameters(model):  # one parameter at a time: the folder may be larger than what is to spare
-        matrices = [read(name).T if entries[name].inputs else read(name) for name in names[path]]
-        stacked = entries[names[path][0]].expert is not None
-        value = np.stack(matrices) if stacked else matrices[0]
-        param.set_value(jnp.array(value.reshape(param.shape), dtype=dtype))
 
 
-def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The folder's `config.json`. Raises CheckpointError when it is missing, unreadable or not understood."""
-    file = pathlib.Path(path) / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"holds {type(raw).__name__}, not an object")
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; give the folder of a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch it again") from None
-    try:
-        return ModelConfig.from_hf(raw)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: {error}") from None
+Read = Callable[[str, slice, slice], np.ndarray]
 
 
-@contextlib.contextmanager
-def _open_shards(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Tensor name -> the open file that holds it, headers and file sizes checked."""
-    single, index = path / _WEIGHTS, path / _INDEX
-    expected: dict[str, str] = {}
-    if single.exists() and index.exists():
-        raise CheckpointError(f"{path} holds both {_WEIGHTS} and {_INDEX}; remove the one that is stale")
-    if index.exists():
-        try:
-            expected = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index} has no readable weight_map ({error!r}); fetch it again") from None
-    elif not single.exists():
-        raise CheckpointError(f"{path} holds neither {_WEIGHTS} nor {_INDEX}; give the folder of a checkpoint")
-    held: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        for file in sorted(set(expected.values())) or [_WEIGHTS]:
-            if not (path / file).exists():
-                raise CheckpointError(f"{path}: {_INDEX} names {file}, which is not there; fetch that file")
-            try:
-                shard = stack.enter_context(safe_open(path / file, "numpy"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path / file} is truncated or damaged ({error}); fetch it again") from None
-            for name in shard.keys():  # noqa: SIM118 - not a dict
-                if name in held:
-                    raise CheckpointError(f"{path}: tensor {name} is in two files, {file} the second; remove one")
-                held[name] = shard
-            for name in [name for name, where in expected.items() if where == file and name not in held]:
-                raise CheckpointError(f"{path}: {_INDEX} puts tensor {name} into {file}, which lacks it; fetch both")
-        yield held
+def fill(
+    model: Decoder,
+    entries: Mapping[str, Entry],
+    read: Read,
+    stored_dtype: Callable[[str], np.dtype],
+    *,
+    dtype=None,
+    mesh: Mesh | None = None,
+    label: str = "loading",
+) -> None:
+    """Gives every parameter of the model, which may be abstract, the values that `read(name, rows, columns)` has."""
+    names = by_parameter(entries)
+    placed = shardings(model, mesh)
+    params = parameters(model)
+    with (
+        ThreadPoolExecutor(_THREADS, "read") as threads,
+        tqdm(total=sum(p.size for _, p in params), desc=label, unit=" values", unit_scale=True, delay=3.0) as bar,
+    ):
+        for path, param in params:
+            types = {np.dtype(stored_dtype(name)) for name in names[path]}
+            if dtype is None and len(types) > 1:
+                raise CheckpointError(
+                    f"tensor {names[path][0]} and its sisters are one parameter, but are stored in several types"
+                    f" ({', '.join(sorted(map(str, types)))}); convert them to one, or load with a dtype"
+                )
+            block_dtype = np.dtype(dtype) if dtype is not None else types.pop()
+            sharding = placed[path]
+            blocks = _blocks(tuple(param.shape), block_dtype, sharding)
+            list(threads.map(functools.partial(_read_into, blocks, entries, read, tuple(param.shape)), names[path]))
+            param.set_value(_assemble(tuple(param.shape), sharding, blocks))
+            bar.update(param.size)
+
+
+def shardings(model: Decoder, mesh: Mesh | None) -> dict[tuple, Sharding]:
+    """Parameter path -> its sharding on the mesh, or on the default device."""
+    if mesh is None:
+        one_device = SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+        return dict.fromkeys((path for path, _ in parameters(model)), one_device)
+    placed = parameter_shardings(mesh, nnx.state(model, nnx.Param))
+    return {path: param.get_value() for path, param in nnx.to_flat_state(placed)}
+
+
+def host_parameter(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    names: Sequence[str],
+    entries: Mapping[str, Entry],
+    read: Read,
+    threads: ThreadPoolExecutor,
+) -> np.ndarray:
+    """A whole parameter on the host, from its disk tensors `names`."""
+    value = np.empty(shape, dtype)
+    blocks = {tuple((0, size) for size in shape): value}
+    list(threads.map(functools.partial(_read_into, blocks, entries, read, shape), names))
+    return value
+
+
+def _bounds(index: Slices, shape: tuple[int, ...]) -> Slices:
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
+def _key(index: Slices) -> tuple:
+    return tuple((part.start, part.stop) for part in index)
+
+
+def _blocks(shape: tuple, dtype: np.dtype, sharding: Sharding) -> dict[tuple, np.ndarray]:
+    """An empty host array for every different part of the parameter that a device of this process holds."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    bounds = {_key(_bounds(index, shape)) for index in indices}
+    return {key: np.empty([stop - start for start, stop in key], dtype) for key in sorted(bounds)}
+
+
+def _read_into(blocks: dict[tuple, np.ndarray], entries: Mapping[str, Entry], read: Read, shape: tuple, name: str):
+    """Reads what the blocks need of one disk tensor, once, and writes it into all of them."""
+    entry = entries[name]
+    wanted: list[
+        tuple[np.ndarray, Slices]
+    ] = []  # the block (or its expert) and what it is of the parameter (or expert)
+    for key, block in blocks.items():
+        index = tuple(slice(*bounds) for bounds in key)
+        if entry.expert is None:
+            wanted.append((block, index))
+        elif index[0].start <= entry.expert < index[0].stop:
+            wanted.append((block[entry.expert - index[0].start], index[1:]))
+    if not wanted:
+        return
+    own_shape = shape if entry.expert is None else shape[1:]
+    if not entry.inputs:
+        top, bottom = min(i[0].start for _, i in wanted), max(i[0].stop for _, i in wanted)
+        value = read(name, slice(top, bottom), slice(None))
+        for block, index in wanted:
+            block[...] = value[(slice(index[0].start - top, index[0].stop - top), *index[1:])]
+        return
+    parts = [_matrix_slices(index, own_shape, entry.inputs) for _, index in wanted]
+    if None in parts:  # split where the disk's matrix has no axis: take it whole
+        whole = np.ascontiguousarray(read(name, slice(None), slice(None)).T).reshape(own_shape)
+        for block, index in wanted:
+            block[...] = whole[index]
+        return
+    rows = slice(min(r.start for r, _ in parts), max(r.stop for r, _ in parts))
+    columns = slice(min(c.start for _, c in parts), max(c.stop for _, c in parts))
+    value = read(name, rows, columns)
+    for (block, _), (r, c) in zip(wanted, parts, strict=True):
+        matrix = value[r.start - rows.start : r.stop - rows.start, c.start - columns.start : c.stop - columns.start]
+        _transpose(block.reshape(matrix.shape[::-1]), matrix)
+
+
+def _assemble(shape: tuple, sharding: Sharding, blocks: dict[tuple, np.ndarray]) -> jax.Array:
+    placed = [
+        jax.device_put(blocks[_key(_bounds(index, shape))], device)
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def from_tensors(model: Decoder, tensors: Mapping[str, np.ndarray], dtype=None) -> None:
+    """Replaces all parameters of the model (which may be abstract) by the named disk tensors, as `dtype` if given.
+
+    Raises CheckpointError naming the tensor that is missing, left over or misshaped; the model is then unchanged.
+    """
+    entries = manifest(model)
+    check(entries, {name: tuple(value.shape) for name, value in tensors.items()}, "tensors")
+
+    def read(name: str, rows: slice, columns: slice) -> np.ndarray:
+        value = np.asarray(tensors[name])
+        return value[rows, columns] if value.ndim == 2 else value[rows]
+
+    fill(model, entries, read, lambda name: np.asarray(tensors[name]).dtype, dtype=dtype)
 
 
 def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """All tensors of a folder by name, exactly as they lie on disk."""
-    with _open_shards(pathlib.Path(path)) as held:
-        return {name: shard.get_tensor(name) for name, shard in held.items()}
+    with Folder(path) as folder:
+        return {name: folder.read_raw(name) for name in folder.raw}
 
 
-def load(path: str | os.PathLike, dtype=None, *, moe: str = "dense", window_inclusive: bool = False) -> Decoder:
-    """The Decoder of a Hugging Face folder: `config.json` with `model.safetensors` or shards and their index.
+# -- writing ----------------------------------------------------------------------------------------------------------
 
-    Parameters keep the type they have on disk unless `dtype` is given; `moe` and `window_inclusive` as in Decoder and
-    ModelConfig. Raises CheckpointError, one sentence, on anything missing, left over, misshaped or truncated.
-    """
-    path = pathlib.Path(path)
-    config = dataclasses.replace(read_config(path), window_inclusive=window_inclusive)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe=moe))
-    with _open_shards(path) as held:
-        shapes = {name: tuple(shard.get_slice(name).get_shape()) for name, shard in held.items()}
-        _fill(model, shapes, lambda name: held[name].get_tensor(name), str(path), dtype)
-    return model
+
+class _Parameters:
+    """The disk tensors of a model, made as they are asked for; holds the host copy of the last parameter only."""
+
+    def __init__(self, model: Decoder):
+        self.entries = manifest(model)
+        self._params = dict(parameters(model))
+        self._held: tuple[tuple, np.ndarray] | None = None
+
+    def plan(self) -> list[Unit]:
+        return [(Planned(name, entry.shape, self.dtype(name)),) for name, entry in self.entries.items()]
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(self._params[self.entries[name].path].dtype)
+
+    def __call__(self, name: str) -> np.ndarray:
+        entry = self.entries[name]
+        if self._held is None or self._held[0] != entry.path:
+            self._held = None  # before the next one is fetched
+            self._held = (entry.path, _on_host(self._params[entry.path][...]))
+        value = self._held[1]
+        return to_matrix(value if entry.expert is None else value[entry.expert], entry)
+
+
+def _on_host(value: jax.Array) -> np.ndarray:
+    if value.is_fully_addressable:
+        return np.asarray(value)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+def to_tensors(model: Decoder) -> dict[str, np.ndarray]:
+    """The parameters as they lie on disk: name -> array in the model's own type."""
+    source = _Parameters(model)
+    return {name: np.array(source(name)) for name in source.entries}
 
 
 def save(
@@ -209,69 +302,43 @@ def save(
     version: str | int,
     step: int,
     tokenizer_dir: str | os.PathLike | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a complete Hugging Face folder: weights by expert, configs, the tokenizer's files, and
-    `north_manifest.json` = {"weight_version", "step"}.
+    """Writes a complete Hugging Face folder: weights by expert, configs in both spellings, the files of
+    `tokenizer_dir` (a tokenizer's or a checkpoint's folder) byte for byte, and `north_manifest.json` with the weight
+    version, the step and a checksum of every tensor and file.
 
     Everything is written beside `path` and renamed into place, so nobody sees half a folder; a folder already at
-    `path` is replaced. Raises OSError, one sentence, when the disk is full; what was at `path` is then untouched.
+    `path` is replaced. Host memory beside the model: one parameter. In a run of several processes all of them call
+    this and the first one writes. Raises OSError, one sentence, when the disk is full; what was at `path` is then
+    untouched.
     """
-    path = pathlib.Path(path).absolute()
-    partial, replaced = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.replaced")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # What a writer that was killed left behind; between its two renames the old folder is still the good one.
-    if replaced.exists() and not path.exists():
-        replaced.rename(path)
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir()
-    try:
-        _write_folder(partial, model, str(version), step, tokenizer_dir, max_shard_bytes)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"checkpoint {path} could not be written ({error}); free disk space and run again") from error
-    if path.exists():
-        path.rename(replaced)
-    partial.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    source = _Parameters(model)
+    if jax.process_index() != 0:
+        for name in source.entries:  # takes part in the gathering
+            source(name)
+        return
+    with FolderWriter(path, replace=True) as writer:
+        plan = source.plan()
+        write_configs(writer, model.config, source.dtype("model.embed_tokens.weight"), tokenizer_dir)
+        checksums = writer.weights(plan, lambda unit: [source(unit[0].name)], max_shard_bytes=max_shard_bytes)
+        writer.manifest(version=version, step=step, checksums=checksums)
 
 
-def _write_folder(folder: pathlib.Path, model: Decoder, version: str, step: int, tokenizer_dir, max_shard_bytes: int):
-    def write_json(name: str, value: Any):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-    if tokenizer_dir is not None:
-        for file in sorted(pathlib.Path(tokenizer_dir).iterdir()):
-            # The tokenizer may come from a checkpoint folder: take what is its own.
-            if file.is_file() and not file.name.startswith(("model", "config.json", "generation_config", "north_")):
-                shutil.copyfile(file, folder / file.name)
-    tensors = to_tensors(model)
-    config = dataclasses.replace(model.config, dtype=str(tensors["model.embed_tokens.weight"].dtype)).to_hf()
-    write_json("config.json", config)
-    shards = _split(tensors, max_shard_bytes)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = [_WEIGHTS]
-    else:
-        weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(value.nbytes for value in tensors.values())
-        write_json(_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file, shard in zip(names, shards, strict=True):
-        save_file({name: tensors[name] for name in shard}, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod((folder / "config.json").stat().st_mode)  # the library's own mode is for its owner only
-    special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json("generation_config.json", {"_from_model_config": True, **special})
-    write_json("north_manifest.json", {"weight_version": version, "step": step})
-
-
-def _split(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, value in tensors.items():
-        if shards[-1] and held + value.nbytes > max_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += value.nbytes
-    return shards
+def write_configs(
+    writer: FolderWriter,
+    config: ModelConfig,
+    dtype: np.dtype,
+    carry: str | os.PathLike | None,
+    quantization: dict | None = None,
+) -> None:
+    """config.json, what is carried along from another folder, and generation_config.json unless it was."""
+    if carry is not None:
+        writer.carry(carry)
+    raw = dataclasses.replace(config, dtype=str(dtype)).to_hf()
+    if quantization is not None:
+        raw["quantization_config"] = quantization
+    writer.json("config.json", raw)
+    if not (writer.partial / "generation_config.json").exists():
+        special = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        writer.json("generation_config.json", {"_from_model_config": True, **special})

@@ -10,7 +10,7 @@ from flax import nnx
 from oracle import SEEDS
 
 from north_jax.model import Decoder, ModelConfig
-from north_jax.weights.hf import manifest
+from north_jax.weights.names import manifest
 
 CASES = [pytest.param(seed, id=seed.name) for seed in SEEDS]
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from train_tiny import tiny_model
 
 from north_jax.parallel import make_mesh
 from north_jax.train.checkpoint import CheckpointError, Checkpoints
+from north_jax.train.optimizer import make_optimizer, make_schedule
+from north_jax.train.step import init_state
 
 # Orbax leaves coroutines behind when a read or write fails, which complain when they are collected: collect them here.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -91,6 +94,109 @@ def test_another_device_layout_can_read_it(saved):
     checkpoints.close()
 
 
+OPTIMIZERS = {
+    "float32": {},
+    "8 bits": {"optimizer": "muon", "moments": "int8", "param_dtype": "bfloat16", "rounding": "stochastic"},
+}
+
+
+def bits(array):
+    """The array, or the integers of a random key, on the host."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS, ids=OPTIMIZERS.keys())
+def saved_on_eight(request, tmp_path_factory):
+    """A train state of random bits saved on a mesh of 8: its optimizer, the folder, and the arrays by name."""
+    optimizer = make_optimizer(make_schedule(1e-2, 10), **OPTIMIZERS[request.param])
+    state = init_state(tiny_model(), optimizer, make_mesh(fsdp=2, expert=2, tensor=2))
+    random = np.random.default_rng(0)
+
+    def fill(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(7), leaf.sharding)
+        values = random.integers(0, 100, leaf.shape) if leaf.dtype.kind in "iu" else random.normal(size=leaf.shape)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    state = jax.tree.map(fill, state)
+    folder = tmp_path_factory.mktemp("eight")
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(4, state, {"iterator": {"next_index": 4}})
+    checkpoints.close()
+    types = {str(x.dtype) for x in jax.tree.leaves(state)}
+    assert types >= ({"int8", "uint8", "bfloat16", "key<fry>"} if OPTIMIZERS[request.param] else {"float32", "int32"})
+    return optimizer, folder, [bits(x) for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"fsdp": 4, "tensor": 2}, {"data": 8}, {"fsdp": 2, "expert": 2}, {"expert": 4}, {"tensor": 2}, {}],
+    ids=str,
+)
+def test_a_train_state_moves_to_another_mesh_bit_for_bit(saved_on_eight, sizes):
+    optimizer, folder, expected = saved_on_eight
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    template = init_state(tiny_model(seed=1), optimizer, make_mesh(**sizes, devices=devices))
+    checkpoints = Checkpoints(folder)
+    step, restored, extra = checkpoints.restore_latest(template)
+    checkpoints.close()
+    assert step == 4 and extra == {"iterator": {"next_index": 4}}
+    assert jax.tree.structure(restored) == jax.tree.structure(template)
+    for got, want, like in zip(jax.tree.leaves(restored), expected, jax.tree.leaves(template), strict=True):
+        assert got.dtype == like.dtype and got.sharding.is_equivalent_to(like.sharding, like.ndim)
+        np.testing.assert_array_equal(bits(got), want)
+
+
+def every_type(seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "bfloat16": jax.random.normal(keys[0], (8, 16), jnp.bfloat16),
+        "float32": jax.random.normal(keys[1], (8, 16)),
+        "int32": jnp.int32(seed),
+        "int8": jnp.arange(-16, 16, dtype=jnp.int8).reshape(8, 4),
+        "key": keys[2],
+        "keys": jax.random.split(jax.random.key(seed, impl="rbg"), 4),
+        "uint8": jnp.arange(32, dtype=jnp.uint8),
+    }
+
+
+@pytest.mark.parametrize("name", every_type(0))
+def test_a_bit_that_changed_unnoticed_by_the_storage_is_noticed(name, tmp_path, capfd):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, every_type(step), {})
+    checkpoints.wait()
+    read = checkpoints._manager.restore
+
+    def wrong(step, args):
+        items = read(step, args=args)
+        if step == 2 and "state" in items.keys():  # noqa: SIM118 - not a dict
+            array = np.array(items["state"][name])
+            array.reshape(-1)[-1:].view(np.uint8)[0] ^= 1
+            items["state"][name] = jnp.asarray(array)
+        return items
+
+    checkpoints._manager.restore = wrong
+    # A template may be shapes alone.
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), every_type(0))
+    step, restored, _ = checkpoints.restore_latest(template)
+    checkpoints.close()
+    assert step == 1 and f"the checksum of {name} does not match" in capfd.readouterr().err
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(every_type(1)), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_are_kept_as_was_asked(keep, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    for step in range(1, 6):
+        checkpoints.save(step, state(step), {})
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(6 - keep, 6))
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
@@ -133,6 +239,25 @@ def test_any_flipped_bit_of_the_arrays_is_noticed(saved, capfd):
         assert same(restored, state(step)), f"byte {place} of {len(whole)}"
         if step == 10:
             (saved / "20.damaged").rename(saved / "20")
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("harm", [flip, Path.unlink])
+def test_damage_to_any_file_ends_in_a_whole_checkpoint(saved, harm, capfd):
+    whole = saved.with_name("whole")
+    saved.rename(whole)
+    files = [path.relative_to(whole) for path in (whole / "20").rglob("*") if path.is_file() and path.stat().st_size]
+    taken = []
+    for file in files:
+        shutil.copytree(whole, saved)
+        harm(saved / file)
+        checkpoints = Checkpoints(saved)
+        step, restored, extra = checkpoints.restore_latest(state(0))
+        checkpoints.close()
+        assert same(restored, state(step)) and extra["iterator"] == {"next_index": step}, file
+        taken.append(step)
+        shutil.rmtree(saved)
+    assert set(taken) == {10, 20} and len(files) > 5  # some files are notes that nobody reads
     capfd.readouterr()
 
 

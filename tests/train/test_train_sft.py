@@ -156,6 +156,17 @@ def test_an_unknown_setting_is_refused():
         sft_config(stage=())
 
 
+def test_the_choices_of_precision_reach_the_run(tmp_path):
+    choices = {"optimizer": "muon", "moments": "int8", "param_dtype": "bfloat16", "rounding": "stochastic"}
+    stages = (stage_config(row_length=16, batch_rows=8, epochs=0.5, decay="constant"),)
+    model = run(tmp_path, sft_config(stages=stages, **choices), [tiny_corpus(16)])
+    assert {str(x.dtype) for x in parameters(model).values()} == {"bfloat16"}
+    (newest,) = (tmp_path / "checkpoints").iterdir()
+    arrays = json.loads((newest / "extra" / "metadata").read_text())["arrays"]
+    assert arrays["opt_state.key"] == [[], "key<fry>"]
+    assert any(".muon." in name and dtype == "int8" for name, (_, dtype) in arrays.items())
+
+
 def test_the_position_in_the_checkpoint_is_the_iterators(straight):
     newest = max((straight[1] / "checkpoints").iterdir(), key=lambda path: int(path.name))
     extra = json.loads((newest / "extra" / "metadata").read_text())["extra"]

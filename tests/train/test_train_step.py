@@ -1,14 +1,20 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
 from train_tiny import tiny_corpus, tiny_model
 
 from north_jax.parallel import make_mesh, parameter_shardings
+from north_jax.train.checkpoint import Checkpoints
 from north_jax.train.loss import sft_loss
-from north_jax.train.optimizer import adamw, make_schedule
+from north_jax.train.optimizer import Quantised, make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
 
-OPTIMIZER = adamw(make_schedule(1e-2, 100, warmup=3))
+SCHEDULE = make_schedule(1e-2, 100, warmup=3)
+OPTIMIZER = make_optimizer(SCHEDULE)
+EIGHT = {"fsdp": 2, "expert": 2, "tensor": 2}
 
 
 def batches(count=3, rows=8):
@@ -17,9 +23,16 @@ def batches(count=3, rows=8):
     return [{f: getattr(packed, f)[-(i + 1) * rows :][:rows] for f in fields} for i in range(count)]
 
 
-def train(mesh):
-    state = init_state(tiny_model(), OPTIMIZER, mesh)
-    step = make_train_step(sft_loss, OPTIMIZER, mesh)
+@pytest.fixture
+def quickly_compiled():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def train(mesh, optimizer=OPTIMIZER):
+    state = init_state(tiny_model(), optimizer, mesh)
+    step = make_train_step(sft_loss, optimizer, mesh)
     history = []
     for batch in batches():
         batch = shard_batch(batch, mesh)
@@ -80,3 +93,89 @@ def test_a_batch_that_does_not_divide_is_refused():
     mesh = make_mesh(data=8)
     with pytest.raises(ValueError, match="make batch_rows a multiple of data \\* fsdp \\* expert"):
         shard_batch({"ids_BS": np.zeros((6, 4), np.int32)}, mesh)
+
+
+def test_a_sharded_step_quantises_as_the_single_device_step_does(quickly_compiled):
+    # Muon's state holds AdamW's too, and in neither are all parameters.
+    optimizer = make_optimizer(SCHEDULE, optimizer="muon", moments="int8")
+    mesh = make_mesh(**EIGHT)
+    state, history = train(mesh, optimizer)
+    expected_state, expected_history = train(make_mesh(devices=jax.devices()[:1]), optimizer)
+    for got, want in zip(history, expected_history, strict=True):
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected_state.params), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+    def quantised(state):
+        leaves = jax.tree.leaves_with_path(state.opt_state, is_leaf=lambda x: isinstance(x, Quantised))
+        return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, Quantised)}
+
+    params = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state.params)}
+    got, want = quantised(state), quantised(expected_state)
+    assert len(got) == len(params) + sum("scale_D" in n or "embedding" in n or "router" in n for n in params)
+    for name, moment in got.items():
+        (param,) = [x for path, x in params.items() if name.endswith(path)]
+        assert moment.values.shape == param.shape and moment.values.sharding.is_equivalent_to(
+            param.sharding, param.ndim
+        )
+        difference = np.abs(moment.values - np.asarray(want[name].values).astype(np.int32))
+        assert difference.max() <= 1 and difference.mean() < 0.01  # a draw may fall between two orders of a sum
+        np.testing.assert_allclose(moment.scales, want[name].scales, rtol=1e-3)
+
+
+class OneMatrix(nnx.Module):
+    def __init__(self, width):
+        self.w_DF = nnx.Param(jnp.zeros((4, width)), axes=("head_dim", "embed"))
+
+
+@pytest.mark.parametrize("width, last", [(1024, "fsdp"), (512, None), (72, None)])
+def test_scales_lie_with_their_blocks_where_these_divide(width, last):
+    state = init_state(OneMatrix(width), make_optimizer(SCHEDULE, moments="int8"), make_mesh(fsdp=8))
+    moments = [x for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, Quantised))]
+    moments = [x for x in moments if isinstance(x, Quantised)]
+    assert len(moments) == 2
+    for values, scales in moments:
+        assert values.sharding.spec == PartitionSpec(None, ("fsdp",))
+        assert scales.shape == (4, width // 128 or 1)
+        assert scales.sharding.spec == PartitionSpec(None, (last,) if last else None)
+
+
+def test_a_restored_run_draws_what_the_straight_one_draws(tmp_path, quickly_compiled):
+    optimizer = make_optimizer(
+        SCHEDULE, optimizer="muon", moments="int8", param_dtype="bfloat16", rounding="stochastic", seed=3
+    )
+    mesh = make_mesh(**EIGHT)
+    step = make_train_step(sft_loss, optimizer, mesh)
+    state = init_state(tiny_model(), optimizer, mesh)
+    losses = []
+    checkpoints = Checkpoints(tmp_path)
+    for number, batch in enumerate(batches()):
+        if number == 1:
+            checkpoints.save(number, state, {})
+        state, metrics = step(state, shard_batch(batch, mesh))
+        losses.append(float(metrics["loss"]))
+    assert abs(losses[0] - np.log(48)) < 0.1 and losses[2] < losses[1] - 0.03 < losses[0] - 0.06
+    _, again, _ = checkpoints.restore_latest(init_state(tiny_model(seed=1), optimizer, mesh))
+    checkpoints.close()
+    for batch in batches()[1:]:
+        again, _ = step(again, shard_batch(batch, mesh))
+
+    def bits(state):
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        keys = [x for x in leaves if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        assert len(keys) == 1
+        return [np.asarray(jax.random.key_data(x) if x is keys[0] else x) for x in leaves]
+
+    for got, want in zip(bits(again), bits(state), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_parameters_are_of_the_type_that_was_chosen():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    for dtype, first, then in (("bfloat16", jnp.float32, 2), ("float32", jnp.bfloat16, 4)):
+        model = OneMatrix(8)
+        model.w_DF[...] = jnp.arange(32.0).reshape(4, 8)
+        nnx.update(model, jax.tree.map(lambda x, first=first: x.astype(first), nnx.state(model)))
+        (param,) = jax.tree.leaves(init_state(model, make_optimizer(SCHEDULE, param_dtype=dtype), mesh).params)
+        assert param.dtype == dtype and param.nbytes == 32 * then
+        np.testing.assert_array_equal(param.astype(jnp.float32), np.arange(32.0).reshape(4, 8))

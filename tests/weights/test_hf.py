@@ -15,7 +15,7 @@ from oracle import SEEDS
 from safetensors.numpy import load_file, save_file
 
 from north_jax.model import Decoder, ModelConfig
-from north_jax.weights import CheckpointError, from_tensors, hf, load, read_tensors, save, to_tensors
+from north_jax.weights import CheckpointError, from_tensors, load, read_config, read_tensors, save, to_tensors
 
 CASES = [pytest.param(seed, id=seed.name) for seed in SEEDS]
 SMALL = ModelConfig(
@@ -49,8 +49,10 @@ def same_bytes(a, b):
 def test_load_then_save_keeps_every_byte(seed, max_shard_bytes, tmp_path):
     save(tmp_path / "out", load(seed), version="v7", step=12, max_shard_bytes=max_shard_bytes)
     same_bytes(read_tensors(tmp_path / "out"), read_tensors(seed))
-    assert hf.read_config(tmp_path / "out") == hf.read_config(seed)
-    assert json.loads((tmp_path / "out" / "north_manifest.json").read_text()) == {"weight_version": "v7", "step": 12}
+    assert read_config(tmp_path / "out") == read_config(seed)
+    manifest = json.loads((tmp_path / "out" / "north_manifest.json").read_text())
+    assert (manifest["weight_version"], manifest["step"]) == ("v7", 12)
+    assert manifest["checksums"].keys() == read_tensors(seed).keys()
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     expected = json.loads((seed / "generation_config.json").read_text())
     assert {key: generation[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
@@ -125,7 +127,7 @@ def test_transformers_reads_what_we_save(changes, tmp_path):
     np.testing.assert_allclose(ours, expected, atol=5e-5, rtol=0)
     # The way back: what transformers saves is what we load.
     reference.save_pretrained(tmp_path / "b")
-    assert hf.read_config(tmp_path / "b") == hf.read_config(tmp_path / "a")
+    assert read_config(tmp_path / "b") == read_config(tmp_path / "a")
     same_bytes(to_tensors(load(tmp_path / "b")), to_tensors(model))
 
 
@@ -145,8 +147,9 @@ def test_tokenizer_files_travel_along(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint in several shards."""
+    """A checkpoint in several shards, as others publish them: without our manifest, which would notice every change."""
     save(tmp_path / "c", Decoder(SMALL, rngs=nnx.Rngs(0)), version=1, step=0, max_shard_bytes=30_000)
+    (tmp_path / "c" / "north_manifest.json").unlink()
     return tmp_path / "c"
 
 
@@ -203,6 +206,7 @@ def test_missing_tensor(folder):
 
 def test_missing_tensor_in_a_single_file(tmp_path):
     save(tmp_path / "c", Decoder(SMALL, rngs=nnx.Rngs(0)), version=1, step=0)
+    (tmp_path / "c" / "north_manifest.json").unlink()
     edit(tmp_path / "c" / "model.safetensors", lambda tensors: tensors.pop(NAME))
     refused(tmp_path / "c", NAME, "is missing", "fetch")
 
@@ -211,6 +215,14 @@ def test_left_over_tensor(folder):
     extra = {"lm_head.weight": np.ones((2, 2), np.float32)}
     edit(shard_of(folder, NAME), lambda tensors: tensors.update(extra))
     refused(folder, "lm_head.weight", "belongs to no parameter", "remove")
+
+
+def test_left_over_tensor_in_a_single_file(tmp_path):
+    save(tmp_path / "c", Decoder(SMALL, rngs=nnx.Rngs(0)), version=1, step=0)
+    (tmp_path / "c" / "north_manifest.json").unlink()
+    extra = {"lm_head.weight": np.ones((2, 2), np.float32)}
+    edit(tmp_path / "c" / "model.safetensors", lambda tensors: tensors.update(extra))
+    refused(tmp_path / "c", "lm_head.weight", "belongs to no parameter", "remove")
 
 
 def test_dense_layer_read_as_experts_is_noticed(folder):
@@ -256,7 +268,7 @@ def test_a_full_disk_leaves_the_last_folder(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(hf, "save_file", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"checkpoint .*/c could not be written .*No space left.*free disk space"):
         save(tmp_path / "c", model, version=2, step=1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()} == before
