@@ -54,24 +54,24 @@ def get_config() -> ConfigDict:
     c.sandbox = "bubblewrap"  # or "docker"
 
     # Demonstrations per template; a mistake is always shown together with its recovery, and is not trained on.
-    c.demonstrations = ConfigDict({"common": 180, "rare": 16, "mistake_share": 0.15})
+    c.demonstrations = ConfigDict({"common": 180, "rare": 8, "mistake_share": 0.15})
 
     c.sft = sft_config(
         stages=(
-            stage_config(row_length=256, batch_rows=8, epochs=2.5, lr=3e-3, warmup=20, decay="constant"),
+            stage_config(row_length=256, batch_rows=8, epochs=3.25, lr=3e-3, warmup=20, decay="constant"),
             stage_config(row_length=512, batch_rows=4, epochs=0.75, lr=2e-3, warmup=5),
         ),
         save_every=100,
     )
 
     c.rl = rl_config(
-        steps=100,
+        steps=110,
         group_size=8,
         groups_per_step=8,
         queue_groups=24,
         window=0.3,
         export_every=4,
-        lr=5e-4,
+        lr=4e-4,
         ratio_cap=5.0,
         row_length=384,
         save_every=20,

@@ -3,7 +3,7 @@
     python tools/bench.py convert --folder=DIR [--layers=9] [--rounds=3]
 
 convert: writes a slice of North Mini Code at full width (hidden 2048, 128 experts, vocabulary 262,144; random finite
-numbers) into DIR, then copies its files with `cp` and converts them, in turn, each from a cold cache and until everything
+numbers) into DIR, then copies its files with `cp` and converts them in turn, each from a cold cache until everything
 is on the disk. Prints seconds and GB/s of the source (medians over the rounds), the ratio to copying, and the peak
 resident memory of the converting process. Wants three times the slice's size in DIR: 34 GB for 9 layers.
 """

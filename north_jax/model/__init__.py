@@ -11,6 +11,6 @@ Shapes live in names, one capital letter per axis:
 
 from north_jax.model.cache import Cache, init_cache
 from north_jax.model.config import ModelConfig
-from north_jax.model.decoder import Decoder
+from north_jax.model.decoder import Decoder, parameter_counts
 
-__all__ = ["Cache", "Decoder", "ModelConfig", "init_cache"]
+__all__ = ["Cache", "Decoder", "ModelConfig", "init_cache", "parameter_counts"]

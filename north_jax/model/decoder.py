@@ -230,3 +230,19 @@ class Decoder(nnx.Module):
         x_BSD = self.norm(x_BSD)
         note("final_norm", x_BSD)
         return x_BSD
+
+
+def parameter_counts(model: Decoder) -> tuple[int, int]:
+    """(all parameters, those that act on one token: without the embedding, and of the experts only the chosen ones).
+
+    Works on an abstract model (`nnx.eval_shape`) as well.
+    """
+    total = active = 0
+    for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        axes = param.get_metadata("axes")
+        total += param.size
+        if "expert" in axes:
+            active += param.size * model.config.num_experts_per_tok // model.config.num_experts
+        elif "vocab" not in axes:
+            active += param.size
+    return total, active

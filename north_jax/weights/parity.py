@@ -219,3 +219,25 @@ def _largest(ours: np.ndarray, expected: np.ndarray) -> float:
     if ours.shape != expected.shape:
         raise ValueError(f"shapes differ: ours {ours.shape}, recorded {expected.shape}; is this the recording's model?")
     return float(np.max(np.abs(ours.astype(np.float64) - expected.astype(np.float64)), initial=0.0))
+
+
+def drift(model: Decoder, other: Decoder, ids_BS: np.ndarray, *, rows: int = 4) -> dict[str, float]:
+    """How the next-token distributions of `other` differ from those of `model` on the same tokens, `rows` at a time.
+
+    With p and q their log-probabilities: logp_mean, logp_max of |p - q| of the token that follows (nats); kl_mean of
+    KL(model || other) (nats); top1_share of places where both prefer the same token; nll, nll_other (nats a token).
+    """
+    logits = nnx.jit(lambda m, ids_BS: jax.nn.log_softmax(m(ids_BS)[:, :-1].astype(jnp.float32)))
+    gaps, kls, same, own, others = [], [], [], [], []
+    for start in range(0, len(ids_BS), rows):
+        ids = jnp.asarray(ids_BS[start : start + rows])
+        p_BSV, q_BSV = logits(model, ids), logits(other, ids)
+        p_BS, q_BS = (jnp.take_along_axis(x, ids[:, 1:, None], -1)[..., 0] for x in (p_BSV, q_BSV))
+        gaps.append(jnp.abs(p_BS - q_BS))
+        kls.append((jnp.exp(p_BSV) * (p_BSV - q_BSV)).sum(-1))
+        same.append(p_BSV.argmax(-1) == q_BSV.argmax(-1))
+        own.append(-p_BS)
+        others.append(-q_BS)
+    mean = {"logp_mean": gaps, "kl_mean": kls, "top1_share": same, "nll": own, "nll_other": others}
+    result = {name: float(jnp.concatenate([x.reshape(-1) for x in values]).mean()) for name, values in mean.items()}
+    return result | {"logp_max": float(max(gap.max() for gap in gaps))}

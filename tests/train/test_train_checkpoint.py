@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from train_tiny import tiny_model
+from train_tiny import FourParameters
 
 from north_jax.parallel import make_mesh
 from north_jax.train.checkpoint import CheckpointError, Checkpoints
@@ -110,7 +110,7 @@ def bits(array):
 def saved_on_eight(request, tmp_path_factory):
     """A train state of random bits saved on a mesh of 8: its optimizer, the folder, and the arrays by name."""
     optimizer = make_optimizer(make_schedule(1e-2, 10), **OPTIMIZERS[request.param])
-    state = init_state(tiny_model(), optimizer, make_mesh(fsdp=2, expert=2, tensor=2))
+    state = init_state(FourParameters(), optimizer, make_mesh(fsdp=2, expert=2, tensor=2))
     random = np.random.default_rng(0)
 
     def fill(leaf):
@@ -137,7 +137,7 @@ def saved_on_eight(request, tmp_path_factory):
 def test_a_train_state_moves_to_another_mesh_bit_for_bit(saved_on_eight, sizes):
     optimizer, folder, expected = saved_on_eight
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    template = init_state(tiny_model(seed=1), optimizer, make_mesh(**sizes, devices=devices))
+    template = init_state(FourParameters(seed=1), optimizer, make_mesh(**sizes, devices=devices))
     checkpoints = Checkpoints(folder)
     step, restored, extra = checkpoints.restore_latest(template)
     checkpoints.close()

@@ -31,12 +31,7 @@ from north_jax.train.sft import run_sft, sft_config, stage_config
 PARAMETERS = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly_compiled():
-    """Most of this file's time is compilation of programs that run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 
 def constant(lr):

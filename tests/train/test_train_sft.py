@@ -156,7 +156,7 @@ def test_an_unknown_setting_is_refused():
         sft_config(stage=())
 
 
-def test_the_choices_of_precision_reach_the_run(tmp_path):
+def test_the_choices_of_precision_reach_the_run(tmp_path, quickly_compiled):
     choices = {"optimizer": "muon", "moments": "int8", "param_dtype": "bfloat16", "rounding": "stochastic"}
     stages = (stage_config(row_length=16, batch_rows=8, epochs=0.5, decay="constant"),)
     model = run(tmp_path, sft_config(stages=stages, **choices), [tiny_corpus(16)])

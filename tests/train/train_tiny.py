@@ -1,5 +1,7 @@
 """A tiny model and corpus that the training tests share."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -36,3 +38,20 @@ def tiny_corpus(row_length: int, count: int = 60, seed: int = 0) -> Packed:
         ids = [(start + i) % 48 for i in range(length)]
         examples.append(Example(f"count-{index}", ids, [0.0, 0.0] + [1.0] * (length - 2)))
     return pack(examples, row_length)
+
+
+class FourParameters(nnx.Module):
+    """One parameter of each kind that the optimizers treat in their own way, wide enough for blocks of 128."""
+
+    def __init__(self, seed: int = 0):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        self.embedding_VD = nnx.Param(jax.random.normal(keys[0], (8, 512)), axes=("vocab", "embed"))
+        self.q_DHK = nnx.Param(jax.random.normal(keys[1], (16, 4, 8)), axes=("embed", "heads", "head_dim"))
+        self.gate_EDF = nnx.Param(jax.random.normal(keys[2], (4, 8, 256)), axes=("expert", "embed", "expert_mlp"))
+        self.scale_D = nnx.Param(jnp.ones(512), axes=("embed",))
+
+
+def four_loss(model: FourParameters, batch):
+    """Something with a gradient everywhere that is another in every step, and its metrics."""
+    phase = batch["phase_BS"].mean()
+    return sum(jnp.sin(3 * w + phase).astype(jnp.float32).sum() for w in jax.tree.leaves(nnx.state(model))), {}

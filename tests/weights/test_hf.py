@@ -131,6 +131,52 @@ def test_transformers_reads_what_we_save(changes, tmp_path):
     same_bytes(to_tensors(load(tmp_path / "b")), to_tensors(model))
 
 
+@pytest.mark.parametrize("way", ["cast", "resharded", "orbax and back"])
+def test_transformers_reads_what_we_convert(way, tmp_path):
+    import torch
+    import transformers
+
+    from north_jax.weights.convert import convert
+
+    seed = SEEDS[0]
+    if way == "orbax and back":
+        convert(seed, tmp_path / "orbax", to="orbax", say=lambda text: None)
+        seed = tmp_path / "orbax"
+    options = {"cast": {"dtype": "float16"}, "resharded": {"max_shard_bytes": 90_000}}.get(way, {})
+    convert(seed, tmp_path / "out", say=lambda text: None, **options)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    )
+    ids = np.random.default_rng(1).integers(1, 500, (2, 20))
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(ids)).logits.numpy()
+    ours = load(tmp_path / "out", dtype=jnp.float32)(jnp.asarray(ids))
+    np.testing.assert_allclose(ours, expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of loaders and quantisers that are not ours
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
+def test_transformers_reads_what_we_quantise(scheme, tmp_path):
+    import torch
+    import transformers
+
+    from north_jax.weights.convert import convert
+
+    convert(SEEDS[0], tmp_path / "out", dtype="bfloat16", scheme=scheme, say=lambda text: None)
+    # Its fused experts are no Linear layers, so it can only compute with them dequantised.
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        attn_implementation="eager",
+        dtype=torch.bfloat16,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    ).float()
+    ids = np.random.default_rng(1).integers(1, 500, (2, 20))
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(ids)).logits.numpy()
+    ours = load(tmp_path / "out", dtype=jnp.float32)(jnp.asarray(ids))
+    np.testing.assert_allclose(ours, expected, atol=5e-5, rtol=0)
+
+
 def test_tokenizer_files_travel_along(tmp_path):
     source = tmp_path / "tokenizer"
     source.mkdir()

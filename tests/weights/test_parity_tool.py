@@ -10,6 +10,7 @@ from oracle import SEEDS
 from safetensors.numpy import load_file, save_file
 
 from north_jax.weights import load, save
+from north_jax.weights.convert import convert
 
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "parity.py"
 
@@ -36,6 +37,7 @@ def test_accepts_the_recorded_model():
 
 def test_refuses_another_model(tmp_path):
     save(tmp_path / "c", load(SEEDS[0]), version=1, step=0)
+    (tmp_path / "c" / "north_manifest.json").unlink()
     weights = load_file(tmp_path / "c" / "model.safetensors")
     weights["model.layers.2.mlp.gate.weight"] *= 1.01
     save_file(weights, tmp_path / "c" / "model.safetensors")
@@ -47,6 +49,22 @@ def test_refuses_another_model(tmp_path):
     done = run(tmp_path / "c", tmp_path / "few.npz")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BEYOND TOLERANCE" in done.stdout
+
+
+def test_drift_against_another_folder(tmp_path):
+    convert(SEEDS[0], tmp_path / "same", say=lambda text: None)
+    convert(SEEDS[0], tmp_path / "fp8", dtype="bfloat16", scheme="fp8", say=lambda text: None)
+
+    def drift(other):
+        command = [sys.executable, str(TOOL), str(SEEDS[0]), "--against", str(other), "--tokens=32"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        return {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines()}
+
+    same, fp8 = drift(tmp_path / "same"), drift(tmp_path / "fp8")
+    assert same["logp_max"] == same["kl_mean"] == 0 and same["top1_share"] == 1
+    assert 0.01 < fp8["logp_mean"] < fp8["logp_max"] and fp8["kl_mean"] > 0 and fp8["top1_share"] < 1
+    assert abs(fp8["nll"] - same["nll"]) < 1e-4 < abs(fp8["nll_other"] - fp8["nll"])
 
 
 @pytest.mark.parametrize("missing", ["folder", "recording"])
