@@ -14,13 +14,13 @@ from north_jax.train.sft import sft_config, stage_config
 
 # What SFT shows often, what it shows rarely, and what no training ever shows. RL trains on the first two.
 COMMON = (
-    "create_file", "append_line", "delete_file", "rename_file", "copy_file", "make_directory", "move_into",
-    "first_line", "sort_lines", "follow_note", "delete_named_in_note",
-    "wrong_operator", "wrong_constant", "wrong_text", "wrong_argument",
+    "create_file", "append_line", "delete_file", "rename_file", "copy_file", "move_into", "first_line", "follow_note",
+    "wrong_operator", "wrong_constant", "wrong_text",
 )  # fmt: skip
 RARE = (
-    "count_lines", "last_line", "find_file", "drop_lines", "join_files", "count_word", "make_executable",
-    "copy_named_in_note", "create_and_delete", "wrong_comparison", "wrong_key", "missing_return",
+    "count_lines", "last_line", "find_file", "drop_lines", "join_files", "count_word", "make_executable", "sort_lines",
+    "make_directory", "delete_named_in_note", "copy_named_in_note", "create_and_delete",
+    "wrong_argument", "wrong_comparison", "wrong_key", "missing_return",
 )  # fmt: skip
 NEVER = ("rename_named_in_note", "copy_and_append", "wrong_default")
 
@@ -54,7 +54,7 @@ def get_config() -> ConfigDict:
     c.sandbox = "bubblewrap"  # or "docker"
 
     # Demonstrations per template; a mistake is always shown together with its recovery, and is not trained on.
-    c.demonstrations = ConfigDict({"common": 180, "rare": 8, "mistake_share": 0.15})
+    c.demonstrations = ConfigDict({"common": 240, "rare": 16, "mistake_share": 0.15})
 
     c.sft = sft_config(
         stages=(
@@ -65,7 +65,7 @@ def get_config() -> ConfigDict:
     )
 
     c.rl = rl_config(
-        steps=110,
+        steps=120,
         group_size=8,
         groups_per_step=8,
         queue_groups=24,

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from north_jax.envs import SandboxUnavailable
 from north_jax.pipeline import run_pipeline
-from north_jax.train.checkpoint import CheckpointError
+from north_jax.weights.checkpoint import CheckpointError
 
 # Errors that are a sentence for the user; anything else is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, CheckpointError, SandboxUnavailable)

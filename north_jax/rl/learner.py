@@ -26,13 +26,13 @@ from north_jax.rl.journal import Journal, fold
 from north_jax.rl.loss import cispo, mismatch_metrics
 from north_jax.rl.queue import window_size
 from north_jax.sampler.process import SamplerProcess
-from north_jax.train.checkpoint import Checkpoints
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import token_logprobs
 from north_jax.train.metrics import MetricsWriter
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import TrainState, init_state, make_train_step, shard_batch
 from north_jax.weights import hf
+from north_jax.weights.checkpoint import Checkpoints
 
 # A finished step with some of its rollouts, for the report: (step, group, member, advantage, trainer log-probs [S]).
 Witness = Callable[[int, Group, int, float, np.ndarray], None]

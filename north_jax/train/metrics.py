@@ -56,9 +56,9 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike, *, after_step: int = 0):
         self.path = Path(path)
         if self.path.exists():
-            kept = "".join(json.dumps(line) + "\n" for line in read_metrics(self.path) if line["step"] <= after_step)
+            kept = [line for line in read_metrics(self.path) if line["step"] <= after_step]
             temporary = self.path.with_name(self.path.name + ".tmp")
-            temporary.write_text(kept)
+            temporary.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
             temporary.replace(self.path)
         self._lines = JsonLines(self.path)
 

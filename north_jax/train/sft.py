@@ -13,12 +13,12 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from north_jax.data import BatchIterator, Packed
-from north_jax.train.checkpoint import CheckpointError, Checkpoints
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import sft_loss
 from north_jax.train.metrics import MetricsWriter
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
+from north_jax.weights.checkpoint import CheckpointError, Checkpoints
 
 
 def stage_config(**values) -> ConfigDict:

@@ -59,8 +59,6 @@ def _begin(graphdef: nnx.GraphDef, params: nnx.State, optimizer: Optimizer, mesh
 def _opt_shardings(opt_state, params: nnx.State, optimizer: Optimizer, mesh: Mesh):
     # Moments lie where their parameters lie, the scales of quantised ones too; counters are everywhere.
     def one(moment, sharding):
-        if isinstance(moment, optax.MaskedNode):  # of a parameter that another part of the optimizer moves
-            return moment
         if isinstance(moment, Quantised):
             return Quantised(sharding, _scales_sharding(moment.scales, sharding))
         return sharding
@@ -71,19 +69,18 @@ def _opt_shardings(opt_state, params: nnx.State, optimizer: Optimizer, mesh: Mes
         opt_state,
         parameter_shardings(mesh, params),
         transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+        # A MaskedNode holds the place of a parameter that another part of the optimizer moves.
         is_leaf=lambda x: isinstance(x, Quantised | optax.MaskedNode),
     )
 
 
 def _scales_sharding(scales, sharding: NamedSharding) -> NamedSharding:
     # Blocks that do not divide over the mesh axes of the last dimension are on all of their devices.
-    *rows, last = sharding.spec
     try:
-        split = NamedSharding(sharding.mesh, PartitionSpec(*rows, last))
-        split.shard_shape(scales.shape)
-        return split
+        sharding.shard_shape(scales.shape)
+        return sharding
     except ValueError:
-        return NamedSharding(sharding.mesh, PartitionSpec(*rows, None))
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None))
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:

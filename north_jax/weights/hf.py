@@ -78,7 +78,8 @@ def load(
 
     With a mesh every parameter is laid out on it by the table of `north_jax/parallel`, and each process reads only what
     its devices hold. Parameters keep the type they have on disk unless `dtype` is given; quantised matrices come
-    dequantised. `moe` and `window_inclusive` as in Decoder and ModelConfig. check_finite: refuse NaN and infinity.
+    dequantised. `moe` and `window_inclusive` as in Decoder and ModelConfig. check_finite: refuse NaN and
+    infinity (in a Hugging Face folder).
 
     Host memory beside the arrays: one parameter. Raises CheckpointError, one sentence, on anything missing, left over,
     misshaped, truncated or damaged.
@@ -194,9 +195,8 @@ def _blocks(shape: tuple, dtype: np.dtype, sharding: Sharding) -> dict[tuple, np
 def _read_into(blocks: dict[tuple, np.ndarray], entries: Mapping[str, Entry], read: Read, shape: tuple, name: str):
     """Reads what the blocks need of one disk tensor, once, and writes it into all of them."""
     entry = entries[name]
-    wanted: list[
-        tuple[np.ndarray, Slices]
-    ] = []  # the block (or its expert) and what it is of the parameter (or expert)
+    # The blocks, or the expert's part of them, and which part of the parameter (or expert) each is.
+    wanted: list[tuple[np.ndarray, Slices]] = []
     for key, block in blocks.items():
         index = tuple(slice(*bounds) for bounds in key)
         if entry.expert is None:
@@ -317,12 +317,22 @@ def save(
     if jax.process_index() != 0:
         for name in source.entries:  # takes part in the gathering
             source(name)
+        _barrier(path)
         return
     with FolderWriter(path, replace=True) as writer:
         plan = source.plan()
         write_configs(writer, model.config, source.dtype("model.embed_tokens.weight"), tokenizer_dir)
         checksums = writer.weights(plan, lambda unit: [source(unit[0].name)], max_shard_bytes=max_shard_bytes)
         writer.manifest(version=version, step=step, checksums=checksums)
+    _barrier(path)
+
+
+def _barrier(path: str | os.PathLike) -> None:
+    """No process goes on before the folder is there."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"saved {path}")
 
 
 def write_configs(

@@ -15,8 +15,6 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -24,6 +22,7 @@ from jax.sharding import Mesh
 
 from north_jax.model import Decoder
 from north_jax.weights import hf
+from north_jax.weights.checkpoint import bit_sums
 from north_jax.weights.folder import MANIFEST, CheckpointError, read_config, read_manifest
 from north_jax.weights.names import parameters
 
@@ -113,22 +112,17 @@ def load(
         }
         with _reading(folder), _handler() as checkpointer:
             arrays = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=restore))
+        found = bit_sums(arrays)
         for name, (_, param) in params.items():
-            _verify(folder, f"{item}.{name}", int(_device_bit_sum(arrays[name])), sums)
+            _verify(folder, f"{item}.{name}", found[name], sums)
             param.set_value(arrays[name] if dtype is None else arrays[name].astype(dtype))
     return model
 
 
 def bit_sum(array: np.ndarray) -> int:
-    """Sum of the values' bits modulo 2^32: the same for every device layout, so that a sharded array can be checked."""
+    """`checkpoint.bit_sums` of an array on the host."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
     return int(bits.sum(dtype=np.uint32))
-
-
-@jax.jit
-def _device_bit_sum(array: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
-    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
 
 def _sums(folder: str | os.PathLike) -> dict[str, int]:

@@ -151,6 +151,11 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_is_exact():
         normal = np.isfinite(every.astype(np.float32))
         np.testing.assert_array_equal(rounded[normal].view(np.uint16), every[normal].view(np.uint16))
         np.testing.assert_array_equal(rounded[~normal].astype(np.float32), every[~normal].astype(np.float32))
+        # Not numbers that bfloat16 does not hold, whose bits an addition would carry over to inf or 0.
+        strange = jax.lax.bitcast_convert_type(
+            jnp.asarray([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF], jnp.uint32), jnp.float32
+        )
+        assert jnp.isnan(stochastic_round(strange, jnp.full(3, bits, jnp.uint32))).all()
     x_N = jnp.asarray([1 + 2**-12, -0.3, 1 / 3, 1e-30, 3e38, 1.003], jnp.float32)
     count = 40_000
     rounded = jax.jit(lambda x_CN: stochastic_round(x_CN, random_bits(jax.random.key(0), "x", x_CN.shape)))(
@@ -182,6 +187,7 @@ def test_updates_below_the_last_place_move_only_what_is_rounded_stochastically(r
         assert (moved == 0).all()
     else:  # a hundred draws an element of deviation sqrt(1e-4 * 39e-4): the mean's is 7e-5
         np.testing.assert_allclose(moved.mean(), 1e-2, atol=4e-4)
+        np.testing.assert_allclose(moved.std(), (100 * 1e-4 * 39e-4) ** 0.5, rtol=0.1)  # other draws in every step
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
@@ -369,6 +375,5 @@ def learn(lessons):
 def test_every_choice_learns_as_float32_does(learn, optimizer, moments, parameters):
     first, last = learn(optimizer, moments, *parameters)
     _, exact = learn(optimizer, "float32", "float32", "nearest")
-    print("LOSS", optimizer, moments, *parameters, f"{first:.4f} {last:.4f} {exact:.4f} {last - exact:+.4f}")
     assert abs(first - np.log(48)) < 0.1 and exact < 2.5
-    assert abs(last - exact) < 0.05
+    assert abs(last - exact) < 0.04  # the farthest measured: 0.013

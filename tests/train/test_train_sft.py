@@ -14,9 +14,9 @@ from train_tiny import tiny_corpus, tiny_model
 
 from north_jax.data import BatchIterator
 from north_jax.parallel import make_mesh
-from north_jax.train.checkpoint import CheckpointError
 from north_jax.train.metrics import METRICS, read_metrics
 from north_jax.train.sft import run_sft, sft_config, stage_config, stage_steps
+from north_jax.weights.checkpoint import CheckpointError
 
 
 def settings(**values):

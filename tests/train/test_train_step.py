@@ -7,10 +7,10 @@ from jax.sharding import PartitionSpec
 from train_tiny import FourParameters, four_loss, tiny_corpus, tiny_model
 
 from north_jax.parallel import make_mesh, parameter_shardings
-from north_jax.train.checkpoint import Checkpoints
 from north_jax.train.loss import sft_loss
 from north_jax.train.optimizer import Quantised, make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
+from north_jax.weights.checkpoint import Checkpoints
 
 SCHEDULE = make_schedule(1e-2, 100, warmup=3)
 OPTIMIZER = make_optimizer(SCHEDULE)
@@ -94,7 +94,7 @@ def phases(mesh):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_sharded_step_quantises_as_the_single_device_step_does(kind):
+def test_a_sharded_step_quantises_as_the_single_device_step_does(kind, quickly_compiled):
     optimizer = make_optimizer(SCHEDULE, optimizer=kind, moments="int8")
 
     def train(mesh):
@@ -143,7 +143,7 @@ def test_scales_lie_with_their_blocks_where_these_divide(width, last):
         assert scales.sharding.spec == PartitionSpec(None, (last,) if last else None)
 
 
-def test_a_restored_run_draws_what_the_straight_one_draws(tmp_path):
+def test_a_restored_run_draws_what_the_straight_one_draws(tmp_path, quickly_compiled):
     optimizer = make_optimizer(
         SCHEDULE, optimizer="muon", moments="int8", param_dtype="bfloat16", rounding="stochastic", seed=3
     )
@@ -178,3 +178,15 @@ def test_the_parameters_are_of_the_type_that_was_chosen():
         (param,) = jax.tree.leaves(init_state(model, make_optimizer(SCHEDULE, param_dtype=dtype), mesh).params)
         assert param.dtype == dtype and param.nbytes == 32 * then
         np.testing.assert_array_equal(param.astype(jnp.float32), np.arange(32.0).reshape(4, 8))
+
+
+def test_bfloat16_gradients_are_clipped_by_a_float32_norm():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    slopes = jnp.asarray(np.random.default_rng(0).normal(size=(4, 72)), jnp.bfloat16)
+    optimizer = make_optimizer(SCHEDULE, param_dtype="bfloat16", clip=0.5)
+    step = make_train_step(lambda model, batch: ((model.w_DF[...] * slopes).sum(), {}), optimizer, mesh)
+    state, metrics = step(init_state(OneMatrix(72), optimizer, mesh), {})
+    exact = np.asarray(slopes, np.float64)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(exact), rtol=1e-6)
+    (mu,) = jax.tree.leaves(state.opt_state[1][0].mu)
+    np.testing.assert_allclose(mu, 0.1 * 0.5 * exact / np.linalg.norm(exact), rtol=1e-5)

@@ -14,9 +14,20 @@ import pytest
 from flax import nnx
 from oracle import SEEDS
 
-from north_jax.model import Decoder
+from north_jax.model import Decoder, ModelConfig
 from north_jax.parallel import make_mesh
-from north_jax.weights import CheckpointError, convert, export, load, quantize, read_config, read_tensors, to_tensors
+from north_jax.weights import (
+    CheckpointError,
+    convert,
+    export,
+    load,
+    parity,
+    quantize,
+    read_config,
+    read_tensors,
+    save,
+    to_tensors,
+)
 
 SEED = SEEDS[0]
 TOOL = pathlib.Path(__file__).parents[2] / "tools" / "convert.py"
@@ -106,6 +117,37 @@ def test_a_quantised_folder_loads_and_drifts_little(seed, scheme, tmp_path):
     same_bytes(to_tensors(load(tmp_path / "q", mesh=mesh)), whole)
     quietly(tmp_path / "q", tmp_path / "wide")
     same_bytes(read_tensors(tmp_path / "wide"), whole)
+
+
+def test_an_int4_folder_loads_and_drifts_little(tmp_path):
+    config = ModelConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        prefix_dense_intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        initializer_range=0.05,
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    save(tmp_path / "whole", model, version=0, step=0)
+    quietly(tmp_path / "whole", tmp_path / "int4", scheme="int4", dtype="bfloat16")
+    stored = read_tensors(tmp_path / "int4")
+    name = "model.layers.2.mlp.experts.3.down_proj.weight"
+    assert stored[f"{name}_packed"].shape == (128, 16) and stored[f"{name}_scale"].shape == (128, 1)
+    restored = load(tmp_path / "int4", dtype="float32", mesh=make_mesh(fsdp=2, expert=2, tensor=2))
+    own, back = to_tensors(model), to_tensors(restored)
+    for name in own:
+        error = np.linalg.norm(back[name] - own[name]) / np.linalg.norm(own[name])
+        assert error < (0.15 if quantize.is_quantised(name) else 0.003), (name, error)
+    ids_BS = np.random.default_rng(0).integers(0, 64, (4, 24))
+    lost = parity.drift(model, load(tmp_path / "int4", dtype="float32"), ids_BS)
+    assert 0 < lost["kl_mean"] < 0.05 and lost["top1_share"] > 0.7, lost
 
 
 def test_int4_needs_groups_that_divide(tmp_path):
@@ -221,7 +263,6 @@ def test_the_plan_of_the_released_model_fits_a_small_machine():
     """61 GB through less than 2.5 GB of memory, by the plan."""
     sys.path.insert(0, str(TOOL.parents[1]))
     from configs.model.north_mini_code import get_config
-    from north_jax.model import ModelConfig
     from north_jax.weights.names import manifest
 
     config = ModelConfig.from_hf(get_config().to_dict())

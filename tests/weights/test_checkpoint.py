@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from train_tiny import FourParameters
 
 from north_jax.parallel import make_mesh
-from north_jax.train.checkpoint import CheckpointError, Checkpoints
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state
+from north_jax.weights.checkpoint import CheckpointError, Checkpoints
 
 # Orbax leaves coroutines behind when a read or write fails, which complain when they are collected: collect them here.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -325,7 +325,7 @@ def test_a_write_that_fails_in_the_background_is_one_sentence(tmp_path):
     program = f"""
         import resource, signal, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_train_checkpoint import Checkpoints, same, state
+        from test_checkpoint import Checkpoints, same, state
         checkpoints = Checkpoints({str(tmp_path / "c")!r})
         checkpoints.save(1, state(1), {{}})
         checkpoints.wait()

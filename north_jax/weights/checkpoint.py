@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; the message says where, why and what to do."""
+from north_jax.weights.folder import CheckpointError
 
 
 class Checkpoints:
@@ -58,7 +57,7 @@ class Checkpoints:
             raise CheckpointError(self._no_room(step, f"needs {needed:,} bytes where {free:,} are free"))
         about = {
             "arrays": _types(named),
-            "checksums": _checksums(arrays),
+            "checksums": bit_sums(arrays),
             "extra": extra,
         }
         about["crc32"] = _crc32(about)
@@ -136,7 +135,7 @@ class Checkpoints:
             data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
             abstract[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=array.sharding)
         arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))["state"]
-        for name, checksum in _checksums(arrays).items():
+        for name, checksum in bit_sums(arrays).items():
             if checksum != saved["checksums"][name]:
                 raise ValueError(f"the checksum of {name} does not match")
         for name in (name for name, array in wanted.items() if _is_key(array)):
@@ -187,6 +186,11 @@ def _crc32(about: dict) -> int:
     return zlib.crc32(json.dumps(json.loads(json.dumps(about)), sort_keys=True).encode())
 
 
+def bit_sums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """Sum of the bits of every array modulo 2^32: the same on every device layout, and cheap on the device."""
+    return dict(zip(arrays, np.asarray(_bit_sums(list(arrays.values()))).tolist(), strict=True))
+
+
 @jax.jit
 def _bit_sums(arrays: list[jax.Array]) -> jax.Array:
     def one(array):
@@ -194,8 +198,3 @@ def _bit_sums(arrays: list[jax.Array]) -> jax.Array:
         return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
     return jnp.stack([one(array) for array in arrays])
-
-
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
-    # The sum of the bits modulo 2^32: the same on every device layout, and cheap on the device.
-    return dict(zip(arrays, np.asarray(_bit_sums(list(arrays.values()))).tolist(), strict=True))
