@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
 
     c.sft = sft_config(
         stages=(
-            stage_config(row_length=256, batch_rows=8, epochs=3.25, lr=3e-3, warmup=20, decay="constant"),
+            stage_config(row_length=256, batch_rows=8, epochs=4.0, lr=3e-3, warmup=20, decay="constant"),
             stage_config(row_length=512, batch_rows=4, epochs=0.75, lr=2e-3, warmup=5),
         ),
         save_every=100,
@@ -71,7 +71,7 @@ def get_config() -> ConfigDict:
         queue_groups=24,
         window=0.3,
         export_every=4,
-        lr=4e-4,
+        lr=3e-4,
         ratio_cap=5.0,
         row_length=384,
         save_every=20,

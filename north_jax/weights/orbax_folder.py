@@ -27,7 +27,7 @@ from north_jax.weights.folder import MANIFEST, CheckpointError, read_config, rea
 from north_jax.weights.names import parameters
 
 PARAMETERS = "parameters"
-_CHUNK_BYTES = 64_000_000  # what is copied at once while writing; along the first axis, which is that of the experts
+_CHUNK_BYTES = 4_000_000  # what is copied at once while writing, along the first axis: about one expert
 
 
 def is_orbax(path: str | os.PathLike) -> bool:
