@@ -27,7 +27,7 @@ from north_jax.weights.folder import MANIFEST, CheckpointError, read_config, rea
 from north_jax.weights.names import parameters
 
 PARAMETERS = "parameters"
-_CHUNK_BYTES = 4_000_000  # what is copied at once while writing, along the first axis: about one expert
+_CHUNK_BYTES = 64_000_000  # what is copied at once while writing
 
 
 def is_orbax(path: str | os.PathLike) -> bool:
@@ -75,10 +75,13 @@ def stored(folder: str | os.PathLike, model: Decoder) -> dict[tuple, Item]:
 def write_item(folder: pathlib.Path, item: str, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Writes one item under `folder`/parameters, in the place of what is there; returns the bit sum of every array."""
     path = (folder / PARAMETERS / item).absolute()
-    one = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
+    save_args = {
+        # A chunk an expert: Orbax splits a sharded axis into single entries.
+        name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if name.endswith(("_EDF", "_EFD")) else ())
+        for name in arrays
+    }
     with _handler() as checkpointer:
-        args = ocp.args.PyTreeSave(dict(arrays), save_args=dict.fromkeys(arrays, one))
-        checkpointer.save(path, args=args, force=True)
+        checkpointer.save(path, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args), force=True)
     return {f"{item}.{name}": bit_sum(array) for name, array in arrays.items()}
 
 

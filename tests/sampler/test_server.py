@@ -207,6 +207,7 @@ def test_a_bad_folder_leaves_the_weights_alone(server, folders, tmp_path, tiny_c
     shutil.copytree(folders / "v1", other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    (other / "north_manifest.json").unlink()
     for path, sentence in (
         (tmp_path / "missing", "does not exist"),
         (broken, "truncated or damaged"),
