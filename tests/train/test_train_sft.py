@@ -106,7 +106,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(straight, tmp_path, monkeyp
 def test_a_killed_run_resumes_from_its_last_checkpoint(straight, tmp_path):
     program = f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         import test_train_sft
         test_train_sft.run({str(tmp_path)!r}, progress=True)
     """

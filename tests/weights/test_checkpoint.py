@@ -324,7 +324,7 @@ def test_a_write_that_fails_in_the_background_is_one_sentence(tmp_path):
     # A limit on the size of a file stands in for a quota; in a process of its own, as the limit is for all of it.
     program = f"""
         import resource, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
         from test_checkpoint import Checkpoints, same, state
         checkpoints = Checkpoints({str(tmp_path / "c")!r})
         checkpoints.save(1, state(1), {{}})
