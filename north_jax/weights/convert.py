@@ -218,6 +218,7 @@ def _write_items(writer: FolderWriter, origin: _Source, types: dict[str, np.dtyp
                     for name, (path, param) in params.items()
                 }
                 writer.finish(item, orbax_folder.write_item(writer.partial, item, arrays))
+                del arrays  # before the next are made
             bar.update(sum(param.size * types[names[path][0]].itemsize for path, param in params.values()))
     return {name: value for item in orbax_folder.items(origin.model) for name, value in writer.finished[item].items()}
 

@@ -1,7 +1,8 @@
 """Parameters as an Orbax checkpoint: what `tools/convert.py` makes of a Hugging Face folder for quick sharded starts.
 
     FOLDER/config.json, …          configs, tokenizer files and manifest, as in a Hugging Face folder
-    FOLDER/parameters/ITEM/        an Orbax PyTree checkpoint for every layer, for the embedding and the last norm
+    FOLDER/parameters/ITEM/        an Orbax PyTree checkpoint for every layer and every stack of experts, for the
+                                   embedding and for the last norm
 
 The arrays have the shapes the decoder uses them in, so nothing is transposed or stacked on the way in, and a device
 reads only its own part. One item at a time is written, whole or not at all, and none again that is there already.
@@ -27,6 +28,7 @@ from north_jax.weights.folder import MANIFEST, CheckpointError, read_config, rea
 from north_jax.weights.names import parameters
 
 PARAMETERS = "parameters"
+_STACKS = ("_EDF", "_EFD")
 _CHUNK_BYTES = 64_000_000  # what is copied at once while writing
 
 
@@ -48,7 +50,8 @@ def items(model: Decoder) -> dict[str, dict[str, tuple[tuple, nnx.Param]]]:
     result: dict[str, dict[str, tuple[tuple, nnx.Param]]] = {}
     for path, param in parameters(model):
         parts = [str(part) for part in path]
-        split = 2 if parts[0] == "layers" else 1
+        # A stack of experts is an item of its own, 0.4 GB at full width: an item is written at once.
+        split = len(parts) if parts[-1].endswith(_STACKS) else 2 if parts[0] == "layers" else 1
         result.setdefault(".".join(parts[:split]), {})[".".join(parts[split:]) or "value"] = (path, param)
     return result
 
@@ -77,7 +80,7 @@ def write_item(folder: pathlib.Path, item: str, arrays: Mapping[str, np.ndarray]
     path = (folder / PARAMETERS / item).absolute()
     save_args = {
         # A chunk an expert: Orbax splits a sharded axis into single entries.
-        name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if name.endswith(("_EDF", "_EFD")) else ())
+        name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if item.endswith(_STACKS) else ())
         for name in arrays
     }
     with _handler() as checkpointer:
