@@ -158,6 +158,7 @@ def convert(
             writer.manifest(version=version, step=step, bit_sums=sums)
             return plan
         errors = (writer.partial / ERRORS).open("a") if chosen else None
+        lock = threading.Lock()  # a text file is not for many threads at once
 
         def produce(unit: Unit) -> Sequence[np.ndarray]:
             name = unit[0].name.removesuffix("_packed")
@@ -166,7 +167,8 @@ def convert(
                 return [value]
             made = quantize.quantise(name, value, chosen)
             error = quantize.error(value, quantize.dequantise(made, chosen, types[name]))
-            errors.write(json.dumps({"tensor": name, **error}) + "\n")
+            with lock:
+                errors.write(json.dumps({"tensor": name, **error}) + "\n")
             return [made[tensor.name] for tensor in unit]
 
         try:
