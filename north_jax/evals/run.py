@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
 from north_jax.sampler.client import SamplerClient
 from north_jax.sampler.process import SamplerProcess
+from north_jax.weights.folder import read_manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,7 @@ def evaluate(
                     bar.update()
 
                 if not fresh:  # it was serving other weights
-                    await client.update_weights(
-                        checkpoint, json.loads((checkpoint / "north_manifest.json").read_text())["weight_version"]
-                    )
+                    await client.update_weights(checkpoint, read_manifest(checkpoint)["weight_version"])
                 watch = asyncio.create_task(sampler.keep_alive())
                 async with asyncio.TaskGroup() as group:
                     for sample in missing:

@@ -30,8 +30,7 @@ class Checkpoints:
         self.directory = Path(directory).resolve()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._saving: int | None = None
-        # Orbax logs every failure with its tracebacks, and then raises it: one sentence of ours is to be read.
-        logging.getLogger("absl").addFilter(_not_from_orbax)
+        quiet_orbax()
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
@@ -161,6 +160,14 @@ def _gist(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].split(". See full TensorStore details")[0]
     return text if len(text) <= 200 else f"{text[:60]} … {text[-135:]}"
+
+
+def quiet_orbax() -> None:
+    """Keeps Orbax's log from the terminal.
+
+    It logs what it does, and every failure with its tracebacks before raising it: one sentence of ours is to be read.
+    """
+    logging.getLogger("absl").addFilter(_not_from_orbax)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

@@ -142,12 +142,11 @@ class FolderWriter:
         """
         shards = shards_of(plan, max_shard_bytes)
         missing = {file: shard for file, shard in shards.items() if file not in self.finished}
+        total = sum(map(nbytes, plan))
         if len(shards) > 1:
-            total = sum(map(nbytes, plan))
             weight_map = {tensor.name: file for file, shard in shards.items() for unit in shard for tensor in unit}
             self.json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         left = [unit for shard in missing.values() for unit in shard]
-        total = sum(map(nbytes, plan))
         with (
             ThreadPoolExecutor(threads, "produce") as pool,
             progress(self.path.name, total, total - sum(map(nbytes, left))) as bar,
@@ -163,10 +162,9 @@ class FolderWriter:
         for file in sorted(self.partial.iterdir()):
             if file.is_dir() or file.name in (MANIFEST, _JOURNAL):
                 continue
-            if not file.name.endswith(".safetensors"):
-                files[file.name] = xxhash.xxh3_64_hexdigest(file.read_bytes())
-            elif file.name.endswith(".safetensors"):  # of their headers; the tensors have their own
-                files[file.name] = xxhash.xxh3_64_hexdigest(read_header(file))
+            # Of weights their headers; the tensors have their own.
+            read = read_header if file.name.endswith(".safetensors") else pathlib.Path.read_bytes
+            files[file.name] = xxhash.xxh3_64_hexdigest(read(file))
         about = {"weight_version": str(version), "step": step, "files": files, **checksums}
         self.json(MANIFEST, about | {"self": json_checksum(about)})
 

@@ -22,6 +22,7 @@ from north_jax.weights import quantize
 from north_jax.weights.names import PREFIX, STACKED
 
 WEIGHTS, INDEX, MANIFEST = "model.safetensors", "model.safetensors.index.json", "north_manifest.json"
+PARAMETERS = "parameters"  # the folder that an Orbax folder has instead of WEIGHTS
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -49,6 +50,11 @@ class Stored(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
     whole: bool = True  # not a part of a stacked tensor
+
+
+def is_orbax(path: str | os.PathLike) -> bool:
+    """Whether a folder holds its parameters as `orbax_folder` writes them."""
+    return (pathlib.Path(path) / PARAMETERS).is_dir()
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,10 +16,11 @@ from tqdm import tqdm
 from north_jax.model import Decoder, ModelConfig
 from north_jax.parallel import parameter_shardings
 from north_jax.weights.export import SHARD_BYTES, FolderWriter, Planned, Unit
-from north_jax.weights.folder import CheckpointError, Folder
+from north_jax.weights.folder import CheckpointError, Folder, is_orbax
 from north_jax.weights.names import Entry, by_parameter, manifest, parameters
 
-_THREADS = 4  # that read and transpose experts; both let go of the interpreter
+THREADS = 4  # that read and transpose experts; both let go of the interpreter
+_STRIP = 64  # rows transposed at a time
 Slices = tuple[slice, ...]
 
 
@@ -40,9 +40,6 @@ def _transpose(out: np.ndarray, value: np.ndarray) -> None:
     # A strip at a time, so that both sides stay in the cache: all at once it takes several times as long.
     for start in range(0, len(out), _STRIP):
         out[start : start + _STRIP] = value[:, start : start + _STRIP].T
-
-
-_STRIP = 64  # rows
 
 
 def _matrix_slices(index: Slices, shape: tuple[int, ...], inputs: int) -> tuple[slice, slice] | None:
@@ -84,7 +81,7 @@ def load(
     Host memory beside the arrays: one parameter. Raises CheckpointError, one sentence, on anything missing, left over,
     misshaped, truncated or damaged.
     """
-    if (pathlib.Path(path) / "parameters").is_dir():
+    if is_orbax(path):
         from north_jax.weights import orbax_folder  # Orbax takes a second to import
 
         return orbax_folder.load(path, dtype, mesh=mesh, moe=moe, window_inclusive=window_inclusive)
@@ -135,7 +132,7 @@ def fill(
     placed = shardings(model, mesh)
     params = parameters(model)
     with (
-        ThreadPoolExecutor(_THREADS, "read") as threads,
+        ThreadPoolExecutor(THREADS, "read") as threads,
         tqdm(total=sum(p.size for _, p in params), desc=label, unit=" values", unit_scale=True, delay=3.0) as bar,
     ):
         for path, param in params:
@@ -177,28 +174,27 @@ def host_parameter(
     return value
 
 
-def _bounds(index: Slices, shape: tuple[int, ...]) -> Slices:
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) along every axis
 
 
-def _key(index: Slices) -> tuple:
-    return tuple((part.start, part.stop) for part in index)
+def _bounds(index: Slices, shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _blocks(shape: tuple, dtype: np.dtype, sharding: Sharding) -> dict[tuple, np.ndarray]:
+def _blocks(shape: tuple, dtype: np.dtype, sharding: Sharding) -> dict[Bounds, np.ndarray]:
     """An empty host array for every different part of the parameter that a device of this process holds."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    bounds = {_key(_bounds(index, shape)) for index in indices}
-    return {key: np.empty([stop - start for start, stop in key], dtype) for key in sorted(bounds)}
+    different = sorted({_bounds(index, shape) for index in indices})
+    return {bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in different}
 
 
-def _read_into(blocks: dict[tuple, np.ndarray], entries: Mapping[str, Entry], read: Read, shape: tuple, name: str):
+def _read_into(blocks: dict[Bounds, np.ndarray], entries: Mapping[str, Entry], read: Read, shape: tuple, name: str):
     """Reads what the blocks need of one disk tensor, once, and writes it into all of them."""
     entry = entries[name]
     # The blocks, or the expert's part of them, and which part of the parameter (or expert) each is.
     wanted: list[tuple[np.ndarray, Slices]] = []
-    for key, block in blocks.items():
-        index = tuple(slice(*bounds) for bounds in key)
+    for bounds, block in blocks.items():
+        index = tuple(slice(*pair) for pair in bounds)
         if entry.expert is None:
             wanted.append((block, index))
         elif index[0].start <= entry.expert < index[0].stop:
@@ -226,9 +222,9 @@ def _read_into(blocks: dict[tuple, np.ndarray], entries: Mapping[str, Entry], re
         _transpose(block.reshape(matrix.shape[::-1]), matrix)
 
 
-def _assemble(shape: tuple, sharding: Sharding, blocks: dict[tuple, np.ndarray]) -> jax.Array:
+def _assemble(shape: tuple, sharding: Sharding, blocks: dict[Bounds, np.ndarray]) -> jax.Array:
     placed = [
-        jax.device_put(blocks[_key(_bounds(index, shape))], device)
+        jax.device_put(blocks[_bounds(index, shape)], device)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)

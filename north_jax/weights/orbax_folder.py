@@ -10,7 +10,6 @@ reads only its own part. One item at a time is written, whole or not at all, and
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -23,18 +22,12 @@ from jax.sharding import Mesh
 
 from north_jax.model import Decoder
 from north_jax.weights import hf
-from north_jax.weights.checkpoint import bit_sums
-from north_jax.weights.folder import MANIFEST, CheckpointError, read_config, read_manifest
+from north_jax.weights.checkpoint import bit_sums, quiet_orbax
+from north_jax.weights.folder import MANIFEST, PARAMETERS, CheckpointError, read_config, read_manifest
 from north_jax.weights.names import parameters
 
-PARAMETERS = "parameters"
 _STACKS = ("_EDF", "_EFD")
 _CHUNK_BYTES = 64_000_000  # what is copied at once while writing
-
-
-def is_orbax(path: str | os.PathLike) -> bool:
-    """Whether a folder holds its parameters as this module writes them."""
-    return (pathlib.Path(path) / PARAMETERS).is_dir()
 
 
 class Item(NamedTuple):
@@ -88,15 +81,15 @@ def write_item(folder: pathlib.Path, item: str, arrays: Mapping[str, np.ndarray]
     return {f"{item}.{name}": bit_sum(array) for name, array in arrays.items()}
 
 
-def read_array(folder: str | os.PathLike, item: str, name: str) -> np.ndarray:
-    """One array of an item, on the host. Raises CheckpointError when it is missing or damaged."""
+def read_array(folder: str | os.PathLike, item: str, name: str, sums: Mapping[str, int]) -> np.ndarray:
+    """One array of an item, on the host; `sums` are `read_sums`. CheckpointError when it is missing or damaged."""
     path = (pathlib.Path(folder) / PARAMETERS / item).absolute()
     with _reading(path), _handler() as checkpointer:
         args = ocp.args.PyTreeRestore(
             {name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
         )
         array = checkpointer.restore(path, args=args)[name]
-    _verify(path, f"{item}.{name}", bit_sum(array), _sums(folder))
+    _verify(path, f"{item}.{name}", bit_sum(array), sums)
     return array
 
 
@@ -109,7 +102,7 @@ def load(
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe=moe))
     stored(path, model)  # refuses what does not fit, before anything is read
     shardings = hf.shardings(model, mesh)
-    sums = _sums(path)
+    sums = read_sums(path)
     for item, params in items(model).items():
         folder = (path / PARAMETERS / item).absolute()
         restore = {
@@ -131,7 +124,8 @@ def bit_sum(array: np.ndarray) -> int:
     return int(bits.sum(dtype=np.uint32))
 
 
-def _sums(folder: str | os.PathLike) -> dict[str, int]:
+def read_sums(folder: str | os.PathLike) -> dict[str, int]:
+    """The bit sums of all parameters, by "item.name", from the manifest. CheckpointError when they are not there."""
     about = read_manifest(pathlib.Path(folder))
     if "bit_sums" not in about:
         raise CheckpointError(f"{folder} has no {MANIFEST} with the sums of its parameters; convert the folder again")
@@ -159,6 +153,6 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 def _handler() -> Iterator[ocp.Checkpointer]:
     # Random bits do not compress; without it writing runs at the disk's speed.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=1, restore_concurrent_gb=1)
-    logging.getLogger("absl").setLevel(max(logging.WARNING, logging.getLogger("absl").level))
+    quiet_orbax()
     with ocp.Checkpointer(handler) as checkpointer:
         yield checkpointer
