@@ -22,6 +22,7 @@ from north_jax.agents.harness import HARNESSES
 from north_jax.agents.rollout import Sampling
 from north_jax.chat.format import FORMAT_PHRASES, ChatFormat, tool_phrases
 from north_jax.chat.tokenizer import Tokenizer, train_tokenizer
+from north_jax.data.jsonl import JsonLines
 from north_jax.data.packing import Example, pack
 from north_jax.envs.tasks import TEMPLATES, Task, Words, make_task, task_from_id, task_set
 from north_jax.evals import run as evals
@@ -270,14 +271,13 @@ class _Witness:
     EVERY, MOST = 10, 12
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._tokenizer, self._seen = path.open("a"), tokenizer, {}
+        self._lines, self._tokenizer, self._seen = JsonLines(path), tokenizer, {}
 
     def __enter__(self) -> "_Witness":
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        self._lines.close()
 
     def __call__(self, step: int, group: Group, member: int, advantage: float, logp_S) -> None:
         self._seen[step] = self._seen.get(step, 0) + 1
@@ -291,8 +291,7 @@ class _Witness:
             advantage=advantage,
             trainer_logprobs=logp_S.tolist(),
         )
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._lines.append(line, sync=False)
 
 
 def _write_report_rollouts(

@@ -29,7 +29,7 @@ from north_jax.sampler.process import SamplerProcess
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import token_logprobs
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import make_optimizer, make_schedule
+from north_jax.train.optimizer import SETTINGS, make_schedule, optimizer_of
 from north_jax.train.step import TrainState, init_state, make_train_step, shard_batch
 from north_jax.weights import hf
 from north_jax.weights.checkpoint import Checkpoints
@@ -58,12 +58,7 @@ def rl_config(**values) -> ConfigDict:
             "export_every": 4,
             "lr": 5e-4,
             "warmup": 5,
-            "optimizer": "adamw",
-            "moments": "float32",
-            "param_dtype": "float32",
-            "rounding": "nearest",
-            "weight_decay": 0.01,
-            "clip": 1.0,
+            **SETTINGS,
             "ratio_cap": 5.0,
             "row_length": 512,
             "save_every": 20,
@@ -175,16 +170,8 @@ def run_rl(
     SIGINT ends the running step, saves, and raises KeyboardInterrupt; a second one stops at once.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    optimizer = make_optimizer(
-        make_schedule(config.lr, config.steps, warmup=config.warmup, decay="constant"),
-        optimizer=config.optimizer,
-        moments=config.moments,
-        param_dtype=config.param_dtype,
-        rounding=config.rounding,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-        seed=config.seed,
-    )
+    schedule = make_schedule(config.lr, config.steps, warmup=config.warmup, decay="constant")
+    optimizer = optimizer_of(config, schedule, seed=config.seed)
     with contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(workdir / "checkpoints", keep=config.keep)
         stack.callback(checkpoints.close)

@@ -21,6 +21,7 @@ moments under Muon too; gradients come on top, in the parameters' type.
 import functools
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,16 @@ CHOICES = {
     "moments": ("float32", "bfloat16", "int8"),
     "param_dtype": ("float32", "bfloat16"),
     "rounding": ("nearest", "stochastic"),
+}
+
+# What a run's config says of its optimizer; `optimizer_of` makes it.
+SETTINGS = {
+    "optimizer": "adamw",
+    "moments": "float32",
+    "param_dtype": "float32",
+    "rounding": "nearest",
+    "weight_decay": 0.01,
+    "clip": 1.0,
 }
 
 # What Muon makes orthogonal: parameter -> (axes summed over, axes of the result); any other axis counts matrices.
@@ -165,6 +176,11 @@ def make_optimizer(
         ]
     transform = optax.chain(optax.clip_by_global_norm(clip), *steps)
     return Optimizer(_stored(transform, moments, rounding, seed), schedule, param_dtype)
+
+
+def optimizer_of(config: Mapping[str, Any], schedule: optax.Schedule, *, seed: int) -> Optimizer:
+    """`make_optimizer` with the SETTINGS of a run's config."""
+    return make_optimizer(schedule, **{name: config[name] for name in SETTINGS}, seed=seed)
 
 
 def random_bits(key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ from north_jax.data import BatchIterator, Packed
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import sft_loss
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import make_optimizer, make_schedule
+from north_jax.train.optimizer import SETTINGS, make_schedule, optimizer_of
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
 from north_jax.weights.checkpoint import CheckpointError, Checkpoints
 
@@ -45,12 +45,7 @@ def sft_config(**values) -> ConfigDict:
         {
             "seed": 0,
             "stages": (stage_config(),),
-            "optimizer": "adamw",
-            "moments": "float32",
-            "param_dtype": "float32",
-            "rounding": "nearest",
-            "weight_decay": 0.01,
-            "clip": 1.0,
+            **SETTINGS,
             "save_every": 100,
             "keep": 2,
         }
@@ -92,14 +87,9 @@ def run_sft(
             )
     steps = [stage_steps(*pair) for pair in zip(data, stages, strict=True)]
     optimizers = [
-        make_optimizer(
+        optimizer_of(
+            config,
             make_schedule(stage.lr, count, warmup=stage.warmup, decay=stage.decay),
-            optimizer=config.optimizer,
-            moments=config.moments,
-            param_dtype=config.param_dtype,
-            rounding=config.rounding,
-            weight_decay=config.weight_decay,
-            clip=config.clip,
             seed=config.seed + index,
         )
         for index, (stage, count) in enumerate(zip(stages, steps, strict=True))

@@ -4,6 +4,7 @@ Hugging Face -> Orbax (parameters as the decoder holds them), Orbax -> Hugging F
 (cast, cut into other shards, quantise).
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,10 +21,9 @@ from flax import nnx
 from north_jax.model import Decoder, ModelConfig
 from north_jax.weights import hf, orbax_folder, quantize
 from north_jax.weights.export import AHEAD_BYTES, SHARD_BYTES, FolderWriter, Planned, Unit, nbytes, progress
-from north_jax.weights.folder import Folder, read_config, read_manifest
+from north_jax.weights.folder import Folder, is_orbax, read_config, read_manifest
 from north_jax.weights.names import Entry, by_parameter, manifest
 
-THREADS = 4
 ERRORS = "quantization_errors.jsonl"
 _PROCESS_BYTES = 500_000_000  # the interpreter and its libraries
 
@@ -71,17 +71,25 @@ class _Source:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self.orbax = orbax_folder.is_orbax(path)
+        self.orbax = is_orbax(path)
         self.folder = None if self.orbax else Folder(path)
         self.config: ModelConfig = read_config(path) if self.orbax else self.folder.config
         self.model = nnx.eval_shape(lambda: Decoder(self.config, rngs=nnx.Rngs(0)))
         self.entries: dict[str, Entry] = manifest(self.model)
         if self.orbax:
             self._stored = orbax_folder.stored(path, self.model)
-            self._array = functools.lru_cache(maxsize=2)(functools.partial(orbax_folder.read_array, path))
+            read = functools.partial(orbax_folder.read_array, path, sums=orbax_folder.read_sums(path))
+            self._array = functools.lru_cache(maxsize=2)(read)
             self._lock = threading.Lock()
         else:
             hf.check(self.entries, {name: self.folder.shape(name) for name in self.folder.names()}, str(path))
+
+    def __enter__(self) -> "_Source":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.folder is not None:
+            self.folder.__exit__(*error)
 
     def dtype(self, name: str) -> np.dtype:
         return self._stored[self.entries[name].path].dtype if self.orbax else self.folder.dtype(name)
@@ -134,7 +142,20 @@ def convert(
         )
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another place, or remove it first")
-    origin = _Source(source)
+    with _Source(source) as origin:
+        return _convert(origin, target, to, dtype, scheme, max_shard_bytes, say, dry_run)
+
+
+def _convert(
+    origin: _Source,
+    target: pathlib.Path,
+    to: str,
+    dtype: str | None,
+    scheme: str | None,
+    max_shard_bytes: int,
+    say: Callable[[str], None],
+    dry_run: bool,
+) -> Plan:
     types = {name: np.dtype(dtype) if dtype else origin.dtype(name) for name in origin.entries}
     chosen = quantize.SCHEMES[scheme] if scheme else None
     units = {name: _unit(name, origin.entries[name].shape, types[name], chosen) for name in origin.entries}
@@ -147,17 +168,15 @@ def convert(
     left = plan.disk_bytes - _present(target)
     if left > free:
         raise OSError(f"{target.parent} has {_size(free)} free where {_size(left)} are needed; make room there")
-    what = f"{source.absolute()} -> {to}, dtype {dtype}, scheme {scheme}, shards of {max_shard_bytes}"
+    what = f"{origin.path.absolute()} -> {to}, dtype {dtype}, scheme {scheme}, shards of {max_shard_bytes}"
     with FolderWriter(target, replace=False, resume=what) as writer:
-        kept = next(iter(types.values())) if len(set(types.values())) == 1 else types["model.embed_tokens.weight"]
         quantization = None if chosen is None else quantize.config(chosen, quantize.IGNORE)
-        hf.write_configs(writer, origin.config, kept, source, quantization)
+        hf.write_configs(writer, origin.config, types["model.embed_tokens.weight"], origin.path, quantization)
         version, step = origin.version
         if to == "orbax":
             sums = _write_items(writer, origin, types)
             writer.manifest(version=version, step=step, bit_sums=sums)
             return plan
-        errors = (writer.partial / ERRORS).open("a") if chosen else None
         lock = threading.Lock()  # a text file is not for many threads at once
 
         def produce(unit: Unit) -> Sequence[np.ndarray]:
@@ -171,12 +190,10 @@ def convert(
                 errors.write(json.dumps({"tensor": name, **error}) + "\n")
             return [made[tensor.name] for tensor in unit]
 
-        try:
-            checksums = writer.weights(list(units.values()), produce, max_shard_bytes=max_shard_bytes, threads=THREADS)
-        finally:
-            if errors is not None:
-                errors.close()
-        if errors is not None:
+        with (writer.partial / ERRORS).open("a") if chosen else contextlib.nullcontext() as errors:
+            plan_units = list(units.values())
+            checksums = writer.weights(plan_units, produce, max_shard_bytes=max_shard_bytes, threads=hf.THREADS)
+        if chosen:
             say(_error_summary(writer.partial / ERRORS))
         writer.manifest(version=version, step=step, checksums=checksums)
     return plan
@@ -194,10 +211,12 @@ def _plan(origin: _Source, units: dict[str, Unit], to: str) -> Plan:
         count, read, written = kinds.get(_kind(name), (0, 0, 0))
         kinds[_kind(name)] = count + 1, read + origin.nbytes(name), written + nbytes(unit)
     size = {path: sum(nbytes(units[name]) for name in names) for path, names in by_parameter(origin.entries).items()}
-    held = 2 * max(size.values()) if origin.orbax else max(map(nbytes, units.values()))
-    if to == "orbax":
+    if to == "orbax":  # an item, and what Orbax has of it under way
         items = orbax_folder.items(origin.model).values()
         held = max(sum(size[path] for path, _ in params.values()) for params in items)
+        held += min(held, orbax_folder.IN_FLIGHT_GB * 10**9)
+    else:
+        held = sum(sorted(size.values())[-2:]) if origin.orbax else max(map(nbytes, units.values()))
     return Plan(kinds, sum(map(nbytes, units.values())), held + AHEAD_BYTES + _PROCESS_BYTES)
 
 
@@ -210,7 +229,7 @@ def _write_items(writer: FolderWriter, origin: _Source, types: dict[str, np.dtyp
     """Writes the parameters item by item; returns their bit sums."""
     names = by_parameter(origin.entries)
     total = sum(origin.nbytes(name) for name in origin.entries)
-    with ThreadPoolExecutor(THREADS, "read") as threads, progress(writer.path.name, total) as bar:
+    with ThreadPoolExecutor(hf.THREADS, "read") as threads, progress(writer.path.name, total) as bar:
         for item, params in orbax_folder.items(origin.model).items():
             if item not in writer.finished:
                 arrays = {

@@ -27,6 +27,7 @@ from north_jax.weights.folder import MANIFEST, PARAMETERS, CheckpointError, read
 from north_jax.weights.names import parameters
 
 _STACKS = ("_EDF", "_EFD")
+IN_FLIGHT_GB = 1  # the least that Orbax can be told
 _CHUNK_BYTES = 64_000_000  # what is copied at once while writing
 
 
@@ -152,7 +153,9 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _handler() -> Iterator[ocp.Checkpointer]:
     # Random bits do not compress; without it writing runs at the disk's speed.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, save_concurrent_gb=1, restore_concurrent_gb=1)
+    handler = ocp.PyTreeCheckpointHandler(
+        use_compression=False, save_concurrent_gb=IN_FLIGHT_GB, restore_concurrent_gb=IN_FLIGHT_GB
+    )
     quiet_orbax()
     with ocp.Checkpointer(handler) as checkpointer:
         yield checkpointer

@@ -279,20 +279,6 @@ def test_other_parameters_are_no_damage(saved):
     checkpoints.close()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 600 kB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", mount], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"this machine does not let root mount a tmpfs: {done.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
-
-
 def test_a_full_disk_is_one_sentence_and_leaves_the_last_good_one(small_disk):
     folder = small_disk / "checkpoints"
     checkpoints = Checkpoints(folder)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracle import SEEDS
+from same import same_bytes
 
 from north_jax.model import Decoder, ModelConfig
 from north_jax.parallel import make_mesh
@@ -35,13 +36,6 @@ TOOL = pathlib.Path(__file__).parents[2] / "tools" / "convert.py"
 
 def quietly(*args, **kwargs):
     return convert.convert(*args, say=lambda text: None, **kwargs)
-
-
-def same_bytes(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 @pytest.fixture(scope="module")
@@ -302,18 +296,6 @@ def test_a_damaged_orbax_folder_is_refused_by_name(orbax, damage, tmp_path):
         gc.collect()
         names = {"manifest": "north_manifest.json", "config": "layers.1"}
         assert names.get(damage, "layers.2") in message and "\n" not in message, message
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 700 kB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", mount], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
 
 
 @pytest.mark.parametrize("to", ["hf", "orbax"])

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from oracle import SEEDS
 from safetensors.numpy import load_file, save_file
+from same import same_bytes
 
 from north_jax.model import Decoder, ModelConfig
 from north_jax.weights import CheckpointError, from_tensors, load, read_config, read_tensors, save, to_tensors
@@ -35,13 +36,6 @@ SMALL = ModelConfig(
     max_position_embeddings=64,
 )
 NAME = "model.layers.1.mlp.experts.0.up_proj.weight"
-
-
-def same_bytes(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 @pytest.mark.parametrize("seed", CASES)
