@@ -3,7 +3,7 @@ export JAX_PLATFORMS ?= cpu
 # Large pages for large arrays: page faults cost a CPU train step up to a sixth of its time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: demo test lint
+.PHONY: demo test sglang lint
 
 demo:
 	tools/setup.sh demo
@@ -14,6 +14,11 @@ test:
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest $(TESTS)
+
+# SGLang's server, in an environment of its own; DEVICE=gpu where there is one.
+DEVICE ?= cpu
+sglang:
+	tools/setup_sglang.sh $(DEVICE)
 
 lint:
 	.venv/bin/ruff check --fix .

@@ -79,6 +79,7 @@ def get_config() -> ConfigDict:
 
     # The recipe's sampling: RL at temperature 1 without truncation, evaluation at 1.0 / 0.95.
     c.sampling = ConfigDict({"max_new_tokens": 96, "slots": 64})
+    c.sampler = ConfigDict({"kind": "embedded"})  # or "sglang", after `make sglang`
 
     c.eval = ConfigDict()
     c.eval.tasks_per_template = 4

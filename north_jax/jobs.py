@@ -1,5 +1,9 @@
-"""The jobs a config can name: what `python -m north_jax.main` runs. Everything a job makes lies in its workdir."""
+"""The jobs a config can name: what `python -m north_jax.main` runs.
 
+Everything a job makes lies in its workdir; `serve` makes nothing, and takes none.
+"""
+
+import os
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -14,11 +18,38 @@ USER_ERRORS = (ValueError, OSError, CheckpointError, SandboxUnavailable)
 JOBS = {"pipeline": lambda config, workdir: run_pipeline(config, workdir)}
 
 
-def run(config: ConfigDict, workdir: str) -> None:
-    """Runs the config's job. Raises ValueError for a job that is not known."""
+def run(config: ConfigDict, workdir: str | None) -> None:
+    """Runs the config's job. Raises ValueError for a job that is not known, or that lacks its workdir."""
+    if config.job == "serve":
+        return _serve(config)
     if config.job not in JOBS:
-        raise ValueError(f"config.job is {config.job!r}; known jobs: {', '.join(sorted(JOBS))}")
+        raise ValueError(f"config.job is {config.job!r}; known jobs: {', '.join(sorted([*JOBS, 'serve']))}")
+    if workdir is None:
+        raise ValueError(f"--workdir must have a value: the job {config.job} keeps all that it makes there")
     path = Path(workdir).resolve()
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(config.to_json_best_effort(indent=1))
     JOBS[config.job](config, path)
+
+
+def _serve(config: ConfigDict) -> None:
+    """Serves config.checkpoint until told to stop."""
+    from north_jax.sampler.server import KEY_VARIABLE, serve
+
+    if not config.checkpoint:
+        raise ValueError("nothing to serve; give a Hugging Face folder as --config.checkpoint=DIR")
+    status = serve(
+        os.path.abspath(config.checkpoint),
+        config.host,
+        config.port,
+        config.slots,
+        config.context,
+        queue=config.queue,
+        drain_s=config.drain_s,
+        api_key=os.environ.get(KEY_VARIABLE),
+        allow_anyone=config.allow_anyone,
+        interactive=True,
+        **config.engine,
+    )
+    if status == 1:
+        raise ValueError("the sampler has died; the lines above say of what")

@@ -46,5 +46,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     app.run(main, flags_parser=_parse)

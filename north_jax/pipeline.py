@@ -154,6 +154,12 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(envs.SandboxPool(lambda: envs.make_sandbox(config.sandbox), config.sampling.slots))
 
+        sft_model = workdir / "sft" / "model"
+        sampler = SamplerProcess(
+            sft_model, workdir, kind=config.sampler.kind, slots=config.sampling.slots, context=config.rl.row_length
+        )
+        stack.callback(sampler.stop)
+
         demonstrations_file = workdir / "demonstrations.jsonl"
         if not demonstrations_file.exists():
             with stage("demonstrations"):
@@ -172,7 +178,6 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                 make_tokenizer(config, read_demonstrations(demonstrations_file), tokenizer_dir)
         chat = ChatFormat(Tokenizer.load(tokenizer_dir))
 
-        sft_model = workdir / "sft" / "model"
         if not sft_model.exists():
             with stage("sft"):
                 examples = sft_examples(read_demonstrations(demonstrations_file), chat)
@@ -181,8 +186,6 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                 model = run_sft(model, data, config.sft, workdir / "sft", mesh)
                 hf.save(sft_model, model, version="0", step=0, tokenizer_dir=tokenizer_dir)
 
-        sampler = SamplerProcess(sft_model, workdir, slots=config.sampling.slots, context=config.rl.row_length)
-        stack.callback(sampler.stop)
         tasks = task_set(list(exposure), config.eval.tasks_per_template, split="heldout", seed=config.seed)
         sampled, greedy = _eval_plans(config, tasks)
 
@@ -344,6 +347,7 @@ def _results(config: ConfigDict, workdir: Path, stage: Stages, tasks: list[Task]
         "table": table,
         "rl": {
             "idle_share": sum(line["wait_seconds"] for line in rl) / wall,
+            "kl_k3_lag0": max((line["kl_k3_lag0"] for line in rl if "kl_k3_lag0" in line), default=None),
             "lag_mean": sum(line["lag_mean"] * line["loss_tokens"] for line in rl)
             / sum(line["loss_tokens"] for line in rl),
             "lag_max": max(line["lag_max"] for line in rl),

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "data": set(),
     "train": {"model", "parallel", "weights", "data"},
     "envs": set(),
-    "sampler": {"model", "parallel", "weights"},
+    "sampler": {"chat", "model", "parallel", "weights"},
     "agents": {"chat", "envs", "sampler"},
     "evals": {"agents", "chat", "data", "envs", "sampler", "weights"},
     "rl": {"agents", "chat", "data", "envs", "model", "parallel", "sampler", "train", "weights"},

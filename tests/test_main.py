@@ -21,7 +21,19 @@ ROOT = pathlib.Path(__file__).parents[1]
             "error: --config has no setting 'nope'; configs/demo.py shows what there is",
         ),
         (["--config=configs/demo.py", "--config.rl.steps=many"], "invalid literal for int() with base 10: 'many'"),
-        (["--config=configs/demo.py", "--config.job=dance"], "error: config.job is 'dance'; known jobs: pipeline"),
+        (
+            ["--config=configs/demo.py", "--config.job=dance"],
+            "error: config.job is 'dance'; known jobs: pipeline",
+        ),
+        (
+            ["--config=configs/serve.py"],
+            "error: nothing to serve; give a Hugging Face folder as",
+        ),
+        (["--config=configs/serve.py", "--config.checkpoint=/nowhere"], "error: /nowhere"),
+        (
+            ["--config=configs/serve.py", "--config.checkpoint=/nowhere", "--config.host=0.0.0.0"],
+            "error: on 0.0.0.0 anybody who reaches this machine could use and control the sampler; give an API key",
+        ),
         (["--config=configs/demo.py", "rl.steps=3"], "error: unexpected argument 'rl.steps=3'; settings are given as"),
         (
             ["--config=configs/demo.py", "--config.sandbox=vm"],

@@ -65,6 +65,7 @@ def get_config() -> ConfigDict:
         steps=12, group_size=8, groups_per_step=2, queue_groups=6, export_every=2, lr=2e-3, row_length=256, save_every=4
     )
     c.sampling = ConfigDict({"max_new_tokens": 48, "slots": 16})
+    c.sampler = ConfigDict({"kind": "embedded"})
     c.eval = ConfigDict(
         {
             "tasks_per_template": 2,

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what `make demo` (argument: demo) and `make test` (argument: test) need: Debian packages and .venv.
+# Sets up what `make demo` (argument: demo) and `make test` (argument: test) need: Debian packages and .venv,
+# the tests also SGLang's .venv-sglang.
 # Run again it does nothing, unless pyproject.toml or this file changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,5 +40,8 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ tools/setup.sh -nt 
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
     fi
     touch "$stamp"
+fi
+if [ "$kind" = test ]; then
+    tools/setup_sglang.sh cpu
 fi
 say "ready"

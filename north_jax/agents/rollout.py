@@ -16,7 +16,7 @@ from north_jax.chat.format import ChatFormat, ParseError
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.sandbox import Sandbox, SandboxDied, SandboxUnavailable
 from north_jax.envs.tasks import Task
-from north_jax.sampler.client import SamplerClient
+from north_jax.sampler.client import Asker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ async def run_rollout(
     harness: Harness,
     *,
     chat: ChatFormat,
-    client: SamplerClient,
+    client: Asker,
     pool: SandboxPool,
     threads: Executor,
     sampling: Sampling,
@@ -80,6 +80,9 @@ async def run_rollout(
             ids.extend(generation.ids)
             mask.extend([1] * len(generation.ids))
             logprobs.extend(generation.logprobs)
+            if generation.finish_reason == "abort":  # by whoever ended the sampler; the policy would have gone on
+                status, detail = "environment_failure", "the sampler aborted the request"
+                break
             # Cut by the conversation's end, not by the policy: no word on what the turn would have been.
             if generation.finish_reason == "length" and len(ids) >= sampling.context:
                 status, detail = "out_of_budget", f"{sampling.context} tokens used"

@@ -136,6 +136,7 @@ class Tokenizer:
       pad, mask, bos, eos, unk, start_of_turn, end_of_turn, user, chatbot, system, start_thinking, end_thinking,
         start_text, end_text, start_action, end_action, start_tool_result, end_tool_result: ids.
       marker_names: id -> marker, for all of them.
+      special: ids that the file flags "special", which a decoder may be asked to leave out.
     """
 
     pad: int
@@ -160,6 +161,7 @@ class Tokenizer:
     def __init__(self, spec: dict, path: pathlib.Path):
         """`spec`: the parsed tokenizer.json at `path`; see `load`."""
         added = {token["content"]: token for token in spec.get("added_tokens", ())}
+        self.special = frozenset(token["id"] for token in added.values() if token.get("special"))
         for name, marker in MARKERS.items():
             if marker not in added:
                 raise ValueError(
@@ -176,6 +178,8 @@ class Tokenizer:
         self.marker_names = {added[marker]["id"]: marker for marker in MARKERS.values()}
         self._tok = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
         self._tok.encode_special_tokens = True
+        self._marker_ids = {marker: id_ for id_, marker in self.marker_names.items()}
+        self._markers = re.compile(f"({'|'.join(map(re.escape, self._marker_ids))})")
         self._encode_cached = functools.lru_cache(maxsize=1 << 16)(self._encode)
 
         byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
@@ -213,6 +217,20 @@ class Tokenizer:
           ValueError: the text holds a lone surrogate, which no UTF-8 can express.
         """
         return list(self._encode_cached(text))
+
+    def encode_marked(self, text: str, gap: str = "") -> list[int]:
+        """Ids of a rendered prompt, in which what spells a marker is that marker; `gap` is taken out of the rest.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        ids: list[int] = []
+        for index, part in enumerate(self._markers.split(text)):
+            if index % 2:
+                ids.append(self._marker_ids[part])
+            elif part:
+                ids += self.encode(part.replace(gap, "") if gap else part)
+        return ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

@@ -15,6 +15,7 @@ is absent or unreadable is named as missing in the page. Rates are fractions in 
      "settings": {"temperature": 1.0, "top_p": 0.95, "near_greedy_temperature": 0.05, "samples": 8, "seeds": 3},
      "table": [ROW, ...],
      "rl": {"idle_share": 0.21,                                learner's waiting time / its wall time
+            "kl_k3_lag0": 3e-9,                                largest of any step, nats
             "lag_mean": 3.4, "lag_max": 7,                     learner steps
             "lag_histogram": {"0": 120, "1": 260},             lag in steps -> trained rollouts
             "queue": {"admitted": 812, "trained": 640, "filtered": 150, "failed": 2, "open": 20}}}     groups
@@ -79,6 +80,8 @@ GLOSSARY = {
     "lag": "Staleness: learner steps taken between the weights that sampled a token and the step that trains on it.",
     "idle": "Share of the learner's wall time spent waiting for rollouts.",
     "ratio": "exp(trainer log-probability − sampler log-probability) of a sampled token. 1 means both agree.",
+    "k3 KL": "Mean of r − 1 − log r over sampled tokens, r the ratio. At lag 0 sampler and learner have the same "
+    "weights: what is left is their numerical mismatch.",
     "capped tokens": "Share of trained tokens whose ratio is above CISPO's cap and was cut back to it.",
     "|Δ log p|": "Mean absolute difference between trainer and sampler log-probability per token: staleness and "
     "numerical mismatch together.",
@@ -309,7 +312,9 @@ def _lag(rl: dict) -> dict[str, Any]:
         }
         for lag, count in (pairs if most > 0 else [])
     ]
-    return {"bars": bars} | {name: as_number(rl.get(name)) for name in ("lag_mean", "lag_max", "idle_share")}
+    fresh = as_number(rl.get("kl_k3_lag0"))
+    figures = {name: as_number(rl.get(name)) for name in ("lag_mean", "lag_max", "idle_share")}
+    return {"bars": bars, "fresh": None if fresh is None else f"{fresh:.1e}"} | figures
 
 
 def _queue(queue: dict) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from north_jax.chat.format import ChatFormat
 from north_jax.data.jsonl import JsonLines, read_lines
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
-from north_jax.sampler.client import SamplerClient
+from north_jax.sampler.fleet import SamplerFleet
 from north_jax.sampler.process import SamplerProcess
 from north_jax.weights.folder import read_manifest
 
@@ -77,11 +77,15 @@ def evaluate(
             tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=label, unit="rollout") as bar,
         ):
             sampler.checkpoint = checkpoint
-            fresh = await asyncio.to_thread(sampler.ensure_alive)
-            client = SamplerClient(
-                sampler.url, vocab_size=chat.tokenizer.vocab_size, context=sampling.context, timeout_s=120
+            await asyncio.to_thread(sampler.ensure_alive)
+            fleet = SamplerFleet(
+                [sampler],
+                folder=checkpoint,
+                version=read_manifest(checkpoint)["weight_version"],
+                vocab_size=chat.tokenizer.vocab_size,
+                context=sampling.context,
             )
-            async with client:
+            async with fleet:
 
                 async def one(sample: Sample) -> None:
                     async with slots:
@@ -89,7 +93,7 @@ def evaluate(
                             sample.task,
                             sample.harness,
                             chat=chat,
-                            client=client,
+                            client=fleet,
                             pool=pool,
                             threads=threads,
                             sampling=sampling,
@@ -99,13 +103,10 @@ def evaluate(
                     out.append({"key": sample.key, "rollout": rollout_to_json(rollout)}, sync=False)
                     bar.update()
 
-                if not fresh:  # it was serving other weights
-                    await client.update_weights(checkpoint, read_manifest(checkpoint)["weight_version"])
-                watch = asyncio.create_task(sampler.keep_alive())
+                await fleet.ready()  # whatever it served before, it has these weights now
                 async with asyncio.TaskGroup() as group:
                     for sample in missing:
                         group.create_task(one(sample))
-                watch.cancel()
 
     if missing:
         asyncio.run(play())

@@ -7,10 +7,12 @@ Shapes live in names, one capital letter per axis:
     R query heads per key/value head      K head width         E experts
     C experts chosen per token            F feed-forward width V vocabulary
     L layers                              N flattened tokens (B * S)
+    X pages of a key/value pool           W entries of a page table
+    P tokens of a page
 """
 
-from north_jax.model.cache import Cache, init_cache
+from north_jax.model.cache import Cache, Tables, init_cache, own_pages
 from north_jax.model.config import ModelConfig
 from north_jax.model.decoder import Decoder, parameter_counts
 
-__all__ = ["Cache", "Decoder", "ModelConfig", "init_cache", "parameter_counts"]
+__all__ = ["Cache", "Decoder", "ModelConfig", "Tables", "init_cache", "own_pages", "parameter_counts"]

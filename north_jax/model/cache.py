@@ -1,4 +1,8 @@
-"""Keys and values of the tokens a slot has seen: entry t of a slot belongs to the token at position t."""
+"""Keys and values in pages of P consecutive tokens; tables say which pages a row's tokens lie in.
+
+Sliding layers have a pool of pages of their own: what has left a row's window can be given to another row, so that
+they hold a window's worth per row, however long it grows.
+"""
 
 import dataclasses
 
@@ -12,9 +16,9 @@ from north_jax.model.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Per layer keys [B slots, G, K, T positions] and values [B, G, T, K]; the orders that attention multiplies.
+    """Per layer keys [X pages, G, K, P] and values [X, G, P, K]; the orders that attention multiplies.
 
-    Nothing needs clearing when a slot is used again: a query sees only entries up to its own position, and those have
+    Nothing needs clearing when a page is used again: a query sees only tokens up to its own position, and those have
     been written by then.
     """
 
@@ -22,85 +26,91 @@ class Cache:
     v: tuple[jax.Array, ...]
 
     @property
-    def slots(self) -> int:
-        """Number of sequences held."""
-        return self.v[0].shape[0]
-
-    @property
-    def length(self) -> int:
-        """Number of positions held per slot."""
+    def page_size(self) -> int:
+        """Tokens of a page."""
         return self.v[0].shape[2]
 
 
-def init_cache(config: ModelConfig, slots: int, length: int, dtype=jnp.float32) -> Cache:
-    """An empty cache for `slots` sequences of up to `length` tokens."""
-    B, G, K, T = slots, config.num_key_value_heads, config.head_dim, length
-    layers = range(config.num_hidden_layers)
-    return Cache(
-        k=tuple(jnp.zeros((B, G, K, T), dtype) for _ in layers),
-        v=tuple(jnp.zeros((B, G, T, K), dtype) for _ in layers),
-    )
-
-
-def write(
-    k_BGKT: jax.Array,
-    v_BGTK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    slots_B: jax.Array,
-    positions_BS: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The cache of one layer with row b of the new keys and values in slot `slots_B[b]` at its positions.
-
-    In place under donation. Tokens at a negative position or past the end are dropped.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Row b's tokens from position w * P on lie in page `full_BW[b, w]` of the full layers, and those from
+    (first_B[b] + w) * P on in page `sliding_BW[b, w]` of the sliding ones. Entries that no token of the step needs may
+    hold anything that is a page.
     """
-    # Negative indices would wrap around; past the end they are dropped.
-    index_BS = jnp.where(positions_BS < 0, v_BGTK.shape[2], positions_BS)
-    rows_B1 = slots_B[:, None]
-    return (
-        k_BGKT.at[rows_B1, :, :, index_BS].set(k_BSGK.astype(k_BGKT.dtype), mode="drop"),
-        v_BGTK.at[rows_B1, :, index_BS].set(v_BSGK.astype(v_BGTK.dtype), mode="drop"),
+
+    full_BW: jax.Array
+    sliding_BW: jax.Array
+    first_B: jax.Array
+
+
+def init_cache(
+    config: ModelConfig, pages: int, page_size: int, *, sliding_pages: int | None = None, dtype=jnp.float32
+) -> Cache:
+    """An empty cache of `pages` pages in full layers and as many, or `sliding_pages`, in sliding ones."""
+    G, K, P = config.num_key_value_heads, config.head_dim, page_size
+    sizes = [
+        sliding_pages if config.is_sliding(i) and sliding_pages is not None else pages
+        for i in range(config.num_hidden_layers)
+    ]
+    return Cache(
+        k=tuple(jnp.zeros((X, G, K, P), dtype) for X in sizes),
+        v=tuple(jnp.zeros((X, G, P, K), dtype) for X in sizes),
     )
+
+
+def own_pages(rows: int, length: int, page_size: int) -> Tables:
+    """Tables that give every row pages of its own for `length` tokens: rows * ceil(length / page_size) in all."""
+    W = -(-length // page_size)
+    pages_BW = jnp.arange(rows * W, dtype=jnp.int32).reshape(rows, W)
+    return Tables(full_BW=pages_BW, sliding_BW=pages_BW, first_B=jnp.zeros(rows, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The `T` entries from `start_B` on (None: from 0) that the queries of a step read, and which of them they see."""
+    """Where the tokens of a step go in a kind of layers, what its queries read there, and which of that they see.
 
-    T: int
-    start_B: jax.Array | None
+    Tokens at a negative position have a page beyond every pool: they are dropped.
+    """
+
+    table_BW: jax.Array
+    page_BS: jax.Array
+    offset_BS: jax.Array
     mask_BST: jax.Array
 
 
-def views(positions_BS: jax.Array, length: int, window: int) -> tuple[View, View]:
-    """What (full, sliding) layers read for queries at `positions_BS`, consecutive within a row.
+def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) -> tuple[View, View]:
+    """The views of (full, sliding) layers for queries at `positions_BS`."""
 
-    Full layers read the first `length` entries; sliding layers only those that some query of the row can see.
-    """
-    back_BST = positions_BS[:, :, None] - jnp.arange(length)
-    full = View(length, None, back_BST >= 0)
-    T = window + positions_BS.shape[1] - 1
-    if length <= T:
-        return full, View(length, None, full.mask_BST & (back_BST < window))
-    start_B = jnp.clip(jnp.max(positions_BS, axis=1) + 1 - T, 0, length - T)
-    back_BST = positions_BS[:, :, None] - start_B[:, None, None] - jnp.arange(T)
-    return full, View(T, start_B, (back_BST >= 0) & (back_BST < window))
+    def view(table_BW: jax.Array, first_B: jax.Array, reach: int | None) -> View:
+        W = table_BW.shape[1]
+        index_BS = positions_BS // page_size - first_B[:, None]
+        page_BS = jnp.take_along_axis(table_BW, jnp.clip(index_BS, 0, W - 1), axis=1)
+        held_BS = (positions_BS >= 0) & (index_BS >= 0) & (index_BS < W)
+        back_BST = (positions_BS - first_B[:, None] * page_size)[:, :, None] - jnp.arange(W * page_size)
+        mask_BST = back_BST >= 0 if reach is None else (back_BST >= 0) & (back_BST < reach)
+        nowhere = jnp.iinfo(jnp.int32).max
+        return View(table_BW, jnp.where(held_BS, page_BS, nowhere), positions_BS % page_size, mask_BST)
+
+    full = view(tables.full_BW, jnp.zeros_like(tables.first_B), None)
+    return full, view(tables.sliding_BW, tables.first_B, window)
 
 
-def attend(q_BSHK: jax.Array, k_BGKT: jax.Array, v_BGTK: jax.Array, slots_B: jax.Array | None, view: View) -> jax.Array:
-    """Attention of row b over what it sees of slot b (or `slots_B[b]`) -> [B, S, H, K]."""
-    T, start_B = view.T, view.start_B
-    if start_B is None:
-        k_BGKT, v_BGTK = k_BGKT[..., :T], v_BGTK[:, :, :T]
-        if slots_B is not None:
-            k_BGKT, v_BGTK = k_BGKT[slots_B], v_BGTK[slots_B]
-    else:
-        G, K = v_BGTK.shape[1], v_BGTK.shape[3]
-        rows_B = jnp.arange(q_BSHK.shape[0]) if slots_B is None else slots_B
-        k_BGKT, v_BGTK = jax.vmap(
-            lambda slot, start: (
-                jax.lax.dynamic_slice(k_BGKT, (slot, 0, 0, start), (1, G, K, T))[0],
-                jax.lax.dynamic_slice(v_BGTK, (slot, 0, start, 0), (1, G, T, K))[0],
-            )
-        )(rows_B, start_B)
+def write(
+    k_XGKP: jax.Array, v_XGPK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, view: View
+) -> tuple[jax.Array, jax.Array]:
+    """The pages of one layer with the new keys and values in their places; in place under donation."""
+    page_BS, offset_BS = view.page_BS, view.offset_BS
+    return (
+        k_XGKP.at[page_BS, :, :, offset_BS].set(k_BSGK.astype(k_XGKP.dtype), mode="drop"),
+        v_XGPK.at[page_BS, :, offset_BS].set(v_BSGK.astype(v_XGPK.dtype), mode="drop"),
+    )
+
+
+def attend(q_BSHK: jax.Array, k_XGKP: jax.Array, v_XGPK: jax.Array, view: View) -> jax.Array:
+    """Attention of every row over what it sees of its pages -> [B, S, H, K]."""
+    B, W = view.table_BW.shape
+    _, G, K, P = k_XGKP.shape
+    k_BGKT = k_XGKP[view.table_BW].transpose(0, 2, 3, 1, 4).reshape(B, G, K, W * P).astype(q_BSHK.dtype)
+    v_BGTK = v_XGPK[view.table_BW].transpose(0, 2, 1, 3, 4).reshape(B, G, W * P, K).astype(q_BSHK.dtype)
     return attention.attend(q_BSHK, k_BGKT, v_BGTK, view.mask_BST)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from north_jax.model import attention, moe, norm, rope
 from north_jax.model import cache as kv
-from north_jax.model.cache import Cache
+from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 
 Trace = dict[str, jax.Array] | None
@@ -182,31 +182,26 @@ class Decoder(nnx.Module):
         ids_BS: jax.Array,
         positions_BS: jax.Array,
         cache: Cache,
-        *,
-        length: int | None = None,
-        slots_B: jax.Array | None = None,
+        tables: Tables,
+        trace: Trace = None,
     ) -> tuple[jax.Array, Cache]:
-        """Feeds S more tokens to each of B slots: (final hidden states x_BSD, the cache with their keys and values).
+        """Feeds S more tokens to each of B rows: (final hidden states x_BSD, the cache with their keys and values).
 
-        The token at position p is written to entry p of its slot and sees the entries up to p (in sliding layers the
-        last `window` of them): everything before must have been fed to the slot, and the tokens of one row must be
-        consecutive. A token at a negative position is padding: nothing is written and its output means nothing. Row b
-        belongs to slot b, or to `slots_B[b]`; no slot may occur twice. Only the first `length` entries (static) are
-        read: it must exceed every position.
+        The token at position p is written where `tables` say and sees its row's tokens up to p (in sliding layers the
+        last `window` of them): these must have been fed before, and the tables must hold them and p. A token at a
+        negative position is padding: nothing is written and its output means nothing. `trace` as in `hidden`.
         """
-        length = cache.length if length is None else min(length, cache.length)
-        full, sliding = kv.views(positions_BS, length, self.config.window)
-        rows_B = jnp.arange(ids_BS.shape[0]) if slots_B is None else slots_B
+        full, sliding = kv.views(tables, positions_BS, cache.page_size, self.config.window)
         new_k, new_v = [], []
 
         def attend(layer: Attention, q, k, v):
-            i = len(new_k)
-            k_BGKT, v_BGTK = kv.write(cache.k[i], cache.v[i], k, v, rows_B, positions_BS)
-            new_k.append(k_BGKT)
-            new_v.append(v_BGTK)
-            return kv.attend(q, k_BGKT, v_BGTK, slots_B, sliding if layer.sliding else full)
+            i, view = len(new_k), sliding if layer.sliding else full
+            k_XGKP, v_XGPK = kv.write(cache.k[i], cache.v[i], k, v, view)
+            new_k.append(k_XGKP)
+            new_v.append(v_XGPK)
+            return kv.attend(q, k_XGKP, v_XGPK, view)
 
-        x_BSD = self._blocks(ids_BS, positions_BS, attend, None)
+        x_BSD = self._blocks(ids_BS, positions_BS, attend, trace)
         return x_BSD, Cache(k=tuple(new_k), v=tuple(new_v))
 
     def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace) -> jax.Array:

@@ -22,8 +22,11 @@ from north_jax.envs.tasks import Task
 from north_jax.rl.curriculum import Curriculum
 from north_jax.rl.groups import Group, GroupFile
 from north_jax.rl.journal import Journal
-from north_jax.sampler.client import SamplerClient, SamplerError
+from north_jax.sampler.client import SamplerError
+from north_jax.sampler.fleet import SamplerFleet
 from north_jax.sampler.process import SamplerProcess
+
+PUSHES = 3  # attempts to hand over weights before the run ends
 
 
 class Generation:
@@ -119,24 +122,32 @@ class Generation:
         return stats
 
     def publish(self, path: Path, version: int) -> None:
-        """Has the sampler serve the folder `path` as `version`, while rollouts go on."""
+        """Has the sampler serve the folder `path` as `version`, while rollouts go on; returns when it proved to.
+
+        A sampler that dies of it is started again and given the weights again, a few times.
+        """
         if self._error is not None:
             raise self._error
-        self._sampler.checkpoint = path  # what a restarted sampler serves
-        future = asyncio.run_coroutine_threadsafe(self._client.update_weights(path, str(version)), self._loop)
-        # The client has a deadline of its own; what can keep it from answering is the death of the thread it runs in.
+        future = asyncio.run_coroutine_threadsafe(self._push(path, version), self._loop)
+        # The push has deadlines of its own; what can keep it from ending is the death of the thread it runs in.
         while not concurrent.futures.wait([future], timeout=1.0).done:
             if self._error is not None:
                 raise self._error
-        if isinstance(future.exception(), SamplerError):
-            self._sampler.ensure_alive()  # it died; its successor starts from the new folder
-        else:
-            future.result()
+        future.result()
         self.version = version
         with self._changed:
             self.journal.export(version)
 
     # -- the rollout thread -------------------------------------------------------------------------------------------
+
+    async def _push(self, path: Path, version: int) -> None:
+        for attempt in range(PUSHES):
+            try:
+                await self._fleet.push(path, version)
+                return
+            except SamplerError:
+                if attempt == PUSHES - 1:
+                    raise
 
     def _notify(self) -> None:
         if self._loop is not None and self._loop.is_running():
@@ -154,16 +165,18 @@ class Generation:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self._slots = asyncio.Semaphore(self._pool.size)
         with ThreadPoolExecutor(self._pool.size) as threads:
-            fresh = await asyncio.to_thread(self._sampler.ensure_alive)
-            self._client = SamplerClient(
-                self._sampler.url, vocab_size=self._chat.tokenizer.vocab_size, context=self._sampling.context
+            await asyncio.to_thread(self._sampler.ensure_alive)
+            self._fleet = SamplerFleet(
+                [self._sampler],
+                folder=self._sampler.checkpoint,
+                version=self.version,
+                vocab_size=self._chat.tokenizer.vocab_size,
+                context=self._sampling.context,
             )
-            async with self._client:
-                # A sampler that runs already is handed the weights the run begins with, another one starts from them.
-                if not fresh:
-                    await self._client.update_weights(self._sampler.checkpoint, self.version)
+            async with self._fleet:
+                await self._fleet.ready()
                 self._ready.set()
-                running = {asyncio.create_task(self._sampler.keep_alive())}
+                running: set[asyncio.Task] = set()
                 for id in self.journal.state.in_flight():
                     running.add(asyncio.create_task(self._group(id, threads)))
                 try:
@@ -218,7 +231,7 @@ class Generation:
                 task,
                 harness,
                 chat=self._chat,
-                client=self._client,
+                client=self._fleet,
                 pool=self._pool,
                 threads=threads,
                 sampling=self._sampling,

@@ -107,12 +107,17 @@ def make_rl_loss(ratio_cap: float):
     return rl_loss
 
 
-def rollout_metrics(groups: list[Group], batch: Batch, step: int) -> dict[str, float]:
-    """Metrics of the step that come from its rollouts; `step` counts the learner steps done before it."""
+def rollout_metrics(groups: list[Group], batch: Batch, logp_BS: np.ndarray, step: int) -> dict[str, float]:
+    """Metrics of the step that come from its rollouts and the learner's log-probabilities of them.
+
+    `step` counts the learner steps done before it.
+    """
     members = [m for group in groups for m in group.members if m.valid]
     lag_A = step - batch.version_BS[batch.action_BS]
     turns = sum(m.turns for m in members)
-    return {
+    gap_A = (logp_BS.astype(np.float64) - batch.logp_BS)[batch.action_BS][lag_A == 0]
+    fresh = {"kl_k3_lag0": float(np.mean(np.expm1(gap_A) - gap_A))} if gap_A.size else {}
+    return fresh | {
         "groups": len(groups),
         "reward": float(np.mean([m.reward for m in members])),
         "lag_mean": float(lag_A.mean()),
@@ -235,7 +240,7 @@ def run_rl(
                     "lower config.rl.lr and run again from the last checkpoint"
                 )
             _show(witness, step + 1, groups, batch, logp_BS)
-            values |= rollout_metrics(groups, batch, step)
+            values |= rollout_metrics(groups, batch, logp_BS, step)
             step += 1
             if step % config.export_every == 0 or step == config.steps:
                 exporting = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The embedded sampler: continuous batching over cache slots, with the trainer's own decoder and key-value cache."""
+"""The embedded sampler: continuous batching over a paged cache, with the trainer's own decoder."""
 
 import collections
 import concurrent.futures
@@ -9,17 +9,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from north_jax.model.cache import init_cache
+from north_jax.model.cache import Cache, Tables, init_cache
 from north_jax.model.decoder import Decoder
-from north_jax.sampler.programs import DECODE_STEPS, Programs, empty_rows
+from north_jax.parallel import spec
+from north_jax.sampler.pages import Held, Pages
+from north_jax.sampler.programs import (
+    DECODE_STEPS,
+    LONG_CONTEXT,
+    LONG_PREFILL,
+    PREFILL_SHAPES,
+    Programs,
+    empty_rows,
+    window_pages,
+)
 from north_jax.sampler.sampling import MAX_STOP_IDS, Sampling
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-# A shared prefix shorter than this is computed again rather than copied.
-MIN_SHARED = 16
+PAGE_SIZE = 16  # tokens; a prefix is shared in whole pages
+KV_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
+# Prefill calls in a row while others wait for their next token.
+PREFILL_BURST = 4
 COUNTERS = (
     "requests",
     "generated_tokens",
@@ -40,8 +54,10 @@ COUNTERS = (
 class Result:
     """One finished completion. `spans` are (version, start, end), half-open over the output tokens.
 
-    `finish` is ("stop", token id), ("length", number of tokens) or ("abort", message). `retractions` counts how often
-    its keys and values were thrown away to be computed again.
+    `finish` is ("stop", token id), ("length", number of tokens) or ("abort", message), and None while it is drawn.
+    `retractions` counts how often its keys and values were thrown away to be computed again. `experts` [tokens - 1,
+    layers, chosen] int32 are the routed ones of all but the last token, dense layers zero; None unless the engine keeps
+    them.
     """
 
     rid: str
@@ -49,11 +65,12 @@ class Result:
     ids: list[int]
     logprobs: list[float]
     spans: list[tuple[str, int, int]]
-    finish: tuple[str, Any]
+    finish: tuple[str, Any] | None
     cached_tokens: int
     retractions: int
     version: str
     seconds: float
+    experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,39 +81,60 @@ class _Request:
     sampling: Sampling
     stop_ids: frozenset[int]
     future: concurrent.futures.Future
+    listener: Callable[["Result"], None] | None
     born: float
     logprobs: list[float] = dataclasses.field(default_factory=list)
     spans: list[list] = dataclasses.field(default_factory=list)
     cached: int | None = None
     retractions: int = 0
+    held: Held = dataclasses.field(default_factory=Held)
+    filled: int = 0  # how many of the tokens have their keys and values in the pages
+    experts: np.ndarray | None = None  # of the filled tokens
 
 
 class Engine:
-    """Generates for many requests at once over `slots` cache slots of `context` tokens each.
+    """Generates for up to `slots` requests at once, each of up to `context` tokens with its completion.
 
     One thread owns all state and the device; every public method hands it a message and is safe from any thread.
-    A completion's keys and values stay in its slot after it ends, and a new prompt starts from the longest common
-    prefix that any slot holds under the same weights: its own earlier turn, or the prompt its group shares.
+    Keys and values lie in pages. They stay after a completion ends until their pages are wanted, and a new prompt
+    starts from the longest prefix that is there under the same weights: its own earlier turn, or the prompt its group
+    shares. When pages run out, the youngest request is put back in the queue.
+
+    cache_tokens: what the pages hold in all, `slots * context` if not given. kv_dtype: of keys and values, the weights'
+    if not given; float8_e4m3fn halves bfloat16's memory. experts: whether results have the routed experts. A model that
+    lies on a mesh is sampled there, the keys and values split as its heads are.
     """
 
-    def __init__(self, model: Decoder, *, slots: int, context: int, version: str, eos_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int,
+        context: int,
+        version: str,
+        eos_ids: Iterable[int] = (),
+        cache_tokens: int | None = None,
+        kv_dtype=None,
+        experts: bool = False,
+    ):
         if slots < 1 or context < 8:
             raise ValueError(f"slots={slots}, context={context}: an engine needs at least 1 slot of 8 tokens")
+        if kv_dtype is not None and jnp.dtype(kv_dtype) not in map(jnp.dtype, KV_DTYPES):
+            raise ValueError(f"kv_dtype={kv_dtype!r} is no type for keys and values; use float8_e4m3fn or leave it out")
+        tokens = slots * context if cache_tokens is None else cache_tokens
+        if tokens < context:
+            raise ValueError(f"cache_tokens={tokens} holds no request of the context of {context} tokens; give as many")
         self.slots, self.context, self.version = slots, context, version
         self.config = model.config
         self.eos_ids = frozenset(eos_ids)
+        self.experts = experts
         self._graph, params = nnx.split(model)
         self._params = jax.device_put(params)
-        self._cache = init_cache(model.config, slots, context, self.dtype)
-        # Slot b has the keys and values of the first filled[b] of the known[b] ids in held_BT[b]. Those of a mixed
-        # slot come from more than one version of the weights, so no other request may start from them.
-        self._held_BT = np.zeros((slots, context), np.int32)
-        self._known_B = np.zeros(slots, np.int64)
-        self._filled_B = np.zeros(slots, np.int64)
-        self._mixed_B = np.zeros(slots, bool)
-        self._used_B = np.zeros(slots, np.int64)
-        self._clock = 0
-        self._running: dict[int, _Request] = {}
+        # A request's last page is rarely full.
+        self._page_counts = tokens // PAGE_SIZE + slots, self._sliding_pages(tokens)
+        self._cache = self._new_cache(kv_dtype)
+        self._pages = Pages(PAGE_SIZE, *self._page_counts, self.config.window)
+        self._running: list[_Request] = []  # the oldest first
         self._waiting: collections.deque[_Request] = collections.deque()
         self._open: set[_Request] = set()  # both of them, and whatever is between
         self._paused = False
@@ -106,6 +144,18 @@ class Engine:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
+
+    def _sliding_pages(self, tokens: int) -> int:
+        """Pages of sliding layers: what all requests can look at at once, and as many tokens as there are at most."""
+        fed = LONG_PREFILL[1] if self.context >= LONG_CONTEXT else PREFILL_SHAPES[-1][1]
+        return self.slots + min(tokens // PAGE_SIZE, self.slots * window_pages(self.config.window, fed, PAGE_SIZE))
+
+    def _new_cache(self, dtype) -> Cache:
+        pages, sliding_pages = self._page_counts
+        cache = init_cache(self.config, pages, PAGE_SIZE, sliding_pages=sliding_pages, dtype=dtype or self.dtype)
+        if self.mesh is not None:
+            cache = jax.device_put(cache, NamedSharding(self.mesh, PartitionSpec(None, *spec(("kv_heads",)))))
+        return cache
 
     # --- any thread ---
 
@@ -134,6 +184,11 @@ class Engine:
         return jax.tree.leaves(self._params)[0].dtype
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the weights lie on."""
+        return getattr(jax.tree.leaves(self._params)[0].sharding, "mesh", None)
+
+    @property
     def alive(self) -> bool:
         """Whether the engine's thread serves."""
         return self._thread.is_alive() and self._error is None and not self._stopping
@@ -149,8 +204,13 @@ class Engine:
                 self._wake.notify()
         return future
 
-    def submit(self, rid: str, ids: list[int], sampling: Sampling) -> concurrent.futures.Future:
+    def submit(
+        self, rid: str, ids: list[int], sampling: Sampling, listener: Callable[["Result"], None] | None = None
+    ) -> concurrent.futures.Future:
         """Queue a prompt; the future resolves to a Result.
+
+        `listener` is called on the engine's thread with the Result so far (`finish` None) whenever tokens were drawn,
+        but not with the last ones: those are the future's.
 
         `max_new_tokens` is cut to what the context leaves. Errors: ValueError, at once, for a prompt that is empty,
         has an id outside the vocabulary or fills the context, and for more stop ids than fit.
@@ -159,7 +219,8 @@ class Engine:
         sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.context - len(ids)))
         future: concurrent.futures.Future = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled; `abort` ends a request
-        request = _Request(rid, list(ids), len(ids), sampling, self._stop_ids(sampling), future, time.monotonic())
+        stop_ids = self._stop_ids(sampling)
+        request = _Request(rid, list(ids), len(ids), sampling, stop_ids, future, listener, time.monotonic())
 
         def refuse_if_stopped(queued: concurrent.futures.Future):
             if queued.exception() is not None:
@@ -205,7 +266,8 @@ class Engine:
             if mode == "abort":
                 self._abort(None)
             elif mode == "retract":
-                self._retract()
+                for request in reversed(list(self._running)):
+                    self._retract(request)
 
         return self.call(pause)
 
@@ -223,14 +285,22 @@ class Engine:
         With `flush_cache` the keys and values of what they have so far are computed again under the new weights,
         without it they are kept. The future holds ValueError where the model's configuration is another.
         """
-        params = jax.block_until_ready(jax.device_put(nnx.split(model)[1]))
+        params = nnx.split(model)[1]
+        if jax.tree.structure(params) == jax.tree.structure(self._params):
+            params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, self._params))
+        jax.block_until_ready(params)
         return self.call(lambda: self._swap(model.config, params, version, flush_cache))
 
+    def model(self) -> concurrent.futures.Future:
+        """(weight version, the model that is sampled from)."""
+        return self.call(lambda: (self.version, nnx.merge(self._graph, self._params)))
+
     def stats(self) -> concurrent.futures.Future:
-        """Counters since the start (tokens, calls, steps, seconds, programs compiled) and the present queue."""
+        """Counters since the start (tokens, calls, steps, seconds, programs compiled), the queue and the free pages."""
 
         def read() -> dict[str, Any]:
             now = {"running": len(self._running), "queue_length": len(self._waiting), "paused": self._paused}
+            now |= dict(zip(("pages_free", "sliding_pages_free"), self._pages.available, strict=True))
             counters = {name: self._counters[name] for name in COUNTERS}
             return counters | {"compilations": self._programs.compilations} | now
 
@@ -241,18 +311,22 @@ class Engine:
     def _loop(self) -> None:
         try:
             started = time.monotonic()
-            self._programs = Programs(self._graph, self._params, self._cache)
-            self._decode_some()  # draws nothing; the first call of a program sets up its buffers
+            self._programs = Programs(
+                self._graph, self._params, self._cache, self.slots, self.context, experts=self.experts
+            )
+            self._decode_some([])  # draws nothing; the first call of a program sets up its buffers
             self._counters["warm_up_seconds"] = time.monotonic() - started
             while not self._stopping:
                 self._answer_messages()
                 if self._paused:
                     continue
                 self._admit()
-                if pending := [b for b, request in self._running.items() if self._unfilled(b, request)]:
+                for _ in range(PREFILL_BURST):
+                    if not (pending := [request for request in self._running if self._unfilled(request)]):
+                        break
                     self._prefill_some(pending)
-                elif self._running:
-                    self._decode_some()
+                if ready := [request for request in self._running if not self._unfilled(request)]:
+                    self._decode_some(ready)
             self._abort(None)
         except BaseException as error:  # told to whoever waits: this thread has nobody else to tell
             self._error = error
@@ -275,83 +349,116 @@ class Engine:
             except Exception as error:
                 future.set_exception(error)
 
-    def _unfilled(self, slot: int, request: _Request) -> int:
+    def _unfilled(self, request: _Request) -> int:
         # The last token's key and value are written by the decode step that draws the next one.
-        return len(request.tokens) - 1 - int(self._filled_B[slot])
+        return len(request.tokens) - 1 - request.filled
 
     def _admit(self) -> None:
-        """Give waiting requests the free slots, each starting from the longest prefix that some slot holds."""
-        free = sorted((b for b in range(self.slots) if b not in self._running), key=lambda b: (self._used_B[b], b))
+        """Starts waiting requests while there is room, each on the longest prefix that is there."""
         held_back: list[_Request] = []
-        copies: list[tuple[int, int, int]] = []
-        while self._waiting and free:
+        while self._waiting and len(self._running) < self.slots:
             request = self._waiting.popleft()
-            wanted = np.array(request.tokens[:-1], np.int32)
-            equal_BT = self._held_BT[:, : len(wanted)] == wanted
-            same_B = np.minimum(np.cumprod(equal_BT, axis=1).sum(axis=1), self._known_B)
-            same_B[self._mixed_B] = 0
-            shared_B = np.minimum(same_B, self._filled_B)
-            source = int(shared_B.argmax())
-            shared = int(shared_B[source])
-            if same_B.max() >= shared + MIN_SHARED:
-                held_back.append(request)  # a group member is computing this prefix now; copy it when it is there
+            shared = self._pages.shared(request.tokens)
+            if self._soon_shared(request, shared):
+                held_back.append(request)
                 continue
-            if source in free and 2 * shared >= self._filled_B[source]:
-                slot = source
-            else:
-                slot = free[0]
-                if shared >= MIN_SHARED:
-                    copies.append((source, slot, shared))
-                else:
-                    shared = 0
-            self._filled_B[slot] = shared if slot == source else 0
-            free.remove(slot)
-            self._running[slot] = request
-            self._held_BT[slot, : len(request.tokens)] = request.tokens
-            self._known_B[slot] = len(request.tokens)
-            self._mixed_B[slot] = False
+            wanted = -(-(len(request.tokens) + DECODE_STEPS) // PAGE_SIZE)
+            if self._running and wanted > self._pages.available[0]:
+                held_back.append(request)
+                break  # in turn: a shorter one must not pass it for ever
+            request.held = self._pages.start(request.tokens)
+            request.filled = shared
+            if self.experts:
+                shape = (self.context, self.config.num_hidden_layers, self.config.num_experts_per_tok)
+                request.experts = np.zeros(shape, np.int16)
+                for i, node in enumerate(request.held.nodes):
+                    request.experts[i * PAGE_SIZE : (i + 1) * PAGE_SIZE] = node.experts
+            self._running.append(request)
             if request.cached is None:
                 request.cached = min(shared, request.prompt_tokens)
                 self._counters["cached_tokens"] += request.cached
         self._waiting.extendleft(reversed(held_back))
-        if copies:
-            self._cache = self._programs.copy(self._cache, [(source, slot) for source, slot, _ in copies])
-            for _, slot, shared in copies:
-                self._filled_B[slot] = shared
 
-    def _prefill_some(self, pending: list[int]) -> None:
+    def _soon_shared(self, request: _Request, shared: int) -> bool:
+        """Whether a running request, one of its group perhaps, is computing the page it would compute first."""
+        end = shared + PAGE_SIZE
+        return end < len(request.tokens) and any(
+            other.filled < end < len(other.tokens) and other.held.shared and other.tokens[:end] == request.tokens[:end]
+            for other in self._running
+        )
+
+    def _with_room(self, requests: list[_Request], count: Callable[[_Request], int]) -> list[_Request]:
+        """Those of the requests that run on, with pages for `count` more tokens each.
+
+        Where pages run out, the youngest go back to the queue; what they leave is enough for the oldest.
+        """
+        for request in requests:
+            while request in self._running and not self._pages.reserve(request.held, request.filled + count(request)):
+                self._retract(self._running[-1])
+        return [request for request in requests if request in self._running]
+
+    def _fill_tables(self, tables: Tables, row: int, held: Held) -> None:
+        pages = held.pages[: tables.full_BW.shape[1]]
+        tables.full_BW[row, : len(pages)] = pages
+        sliding = held.sliding[held.first : held.first + tables.sliding_BW.shape[1]]
+        tables.sliding_BW[row, : len(sliding)] = sliding
+        tables.first_B[row] = held.first
+
+    def _filled(self, request: _Request, count: int, experts_SLC: np.ndarray | None) -> None:
+        """Notes that the next `count` tokens of a request are computed."""
+        if experts_SLC is not None:
+            request.experts[request.filled : request.filled + count] = experts_SLC[:count]
+        request.filled += count
+        for node in self._pages.computed(request.held, request.tokens, request.filled):
+            if experts_SLC is not None:
+                at = request.held.nodes.index(node) * PAGE_SIZE
+                node.experts = request.experts[at : at + PAGE_SIZE].copy()
+
+    def _prefill_some(self, pending: list[_Request]) -> None:
         """One prefill call, in the shape that wastes least on what is pending."""
-        needs = [self._unfilled(slot, self._running[slot]) for slot in pending]
+        needs = [self._unfilled(request) for request in pending]
 
         def worth(shape: tuple[int, int]) -> float:
-            P, S = shape
-            return sum(min(need, S) for need in needs[:P]) / (P * S + 32)  # 32: what a call costs beyond its tokens
+            B, S = shape
+            return sum(min(need, S) for need in needs[:B]) / (B * S + 32)  # 32: what a call costs beyond its tokens
 
-        P, S = max(self._programs.prefill_shapes, key=worth)
-        ids_PS, positions_PS = np.zeros((P, S), np.int32), np.full((P, S), -1, np.int32)
-        slots_P = np.zeros(P, np.int32)
+        B, S = max(self._programs.prefill_shapes, key=worth)
         started = time.monotonic()
-        for row, (slot, need) in enumerate(zip(pending[:P], needs[:P], strict=True)):
-            start, count = int(self._filled_B[slot]), min(need, S)
-            ids_PS[row, :count] = self._running[slot].tokens[start : start + count]
-            positions_PS[row, :count] = np.arange(start, start + count)
-            slots_P[row] = slot
-            self._filled_B[slot] += count
-            self._counters["prefill_tokens"] += count
-        self._cache = self._programs.prefill(self._params, self._cache, ids_PS, positions_PS, slots_P)
+        batch = self._with_room(pending[:B], lambda request: min(self._unfilled(request), S))
+        if not batch:
+            return
+        ends = [request.filled + min(self._unfilled(request), S) for request in batch]
+        length = self._programs.length("prefill", B, S, longest=max(ends))
+        tables = self._programs.empty_tables(B, S, length)
+        ids_BS, positions_BS = np.zeros((B, S), np.int32), np.full((B, S), -1, np.int32)
+        for row, (request, end) in enumerate(zip(batch, ends, strict=True)):
+            count = end - request.filled
+            ids_BS[row, :count] = request.tokens[request.filled : end]
+            positions_BS[row, :count] = np.arange(request.filled, end)
+            self._fill_tables(tables, row, request.held)
+        self._cache, experts = self._programs.prefill(self._params, self._cache, ids_BS, positions_BS, tables, length)
         jax.block_until_ready(self._cache)
+        experts = None if experts is None else np.asarray(experts)
+        for row, (request, end) in enumerate(zip(batch, ends, strict=True)):
+            self._counters["prefill_tokens"] += end - request.filled
+            self._filled(request, end - request.filled, None if experts is None else experts[row])
         self._counters["prefill_calls"] += 1
         self._counters["prefill_seconds"] += time.monotonic() - started
 
-    def _decode_some(self) -> None:
-        """Up to DECODE_STEPS tokens for every running request."""
+    def _decode_some(self, ready: list[_Request]) -> None:
+        """Up to DECODE_STEPS tokens for every request that is ready."""
         started = time.monotonic()
-        count = next(n for n in self._programs.rows if n >= len(self._running))
-        rows = empty_rows(count)
-        row_of = {slot: slot if count == self.slots else row for row, slot in enumerate(self._running)}
-        for slot, request in self._running.items():
-            row, sampling = row_of[slot], request.sampling
-            rows["slot_B"][row] = slot
+
+        def steps(request: _Request) -> int:
+            return min(DECODE_STEPS, request.sampling.max_new_tokens - len(request.logprobs))
+
+        ready = self._with_room(ready, steps)
+        count = next(n for n in self._programs.rows if n >= len(ready))
+        longest = max((len(request.tokens) - 1 + steps(request) for request in ready), default=1)
+        length = self._programs.length("decode", count, longest=longest)
+        rows, tables = empty_rows(count), self._programs.empty_tables(count, DECODE_STEPS, length)
+        for row, request in enumerate(ready):
+            sampling = request.sampling
             rows["token_B"][row] = request.tokens[-1]
             rows["position_B"][row] = len(request.tokens) - 1
             rows["left_B"][row] = sampling.max_new_tokens - len(request.logprobs)
@@ -359,81 +466,92 @@ class Engine:
             rows["seed_B2"][row] = (sampling.seed >> 32) & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
             rows["temperature_B"][row] = sampling.temperature
             rows["top_p_B"][row] = sampling.top_p
+            rows["top_k_B"][row] = sampling.top_k
+            rows["min_p_B"][row] = sampling.min_p
             rows["stop_BZ"][row, : len(request.stop_ids)] = list(request.stop_ids)
-        ids_SB, logprobs_SB, self._cache = self._programs.decode(self._params, self._cache, rows, DECODE_STEPS)
+            self._fill_tables(tables, row, request.held)
+        self._cache, *drawn = self._programs.decode(self._params, self._cache, rows, tables, length, DECODE_STEPS)
+        ids_SB, logprobs_SB, experts_SBLC = (None if x is None else np.asarray(x) for x in drawn)
         self._counters["decode_steps"] += int((ids_SB >= 0).any(axis=1).sum())
         self._counters["decode_seconds"] += time.monotonic() - started
-        for slot, request in list(self._running.items()):
-            row = row_of[slot]
-            drawn = [i for i in ids_SB[:, row].tolist() if i >= 0]
-            at = len(request.tokens)
-            request.tokens += drawn
-            request.logprobs += logprobs_SB[: len(drawn), row].tolist()
-            self._held_BT[slot, at : at + len(drawn)] = drawn
-            self._known_B[slot] = at + len(drawn)
-            self._filled_B[slot] = at + len(drawn) - 1
-            if not request.spans or request.spans[-1][0] != self.version:
-                request.spans.append([self.version, len(request.logprobs) - len(drawn), 0])
-            request.spans[-1][2] = len(request.logprobs)
-            self._counters["generated_tokens"] += len(drawn)
-            if drawn[-1] in request.stop_ids:
-                self._finish(slot, ("stop", drawn[-1]))
-            elif len(request.logprobs) >= request.sampling.max_new_tokens:
-                self._finish(slot, ("length", len(request.logprobs)))
+        for row, request in enumerate(ready):
+            experts_SLC = None if experts_SBLC is None else experts_SBLC[:, row]
+            self._draw(request, ids_SB[:, row], logprobs_SB[:, row], experts_SLC)
 
-    def _finish(self, slot: int, finish: tuple[str, Any]) -> None:
-        request = self._running.pop(slot)
-        self._clock += 1
-        self._used_B[slot] = self._clock
-        self._known_B[slot] = self._filled_B[slot]
+    def _draw(self, request: _Request, ids_S: np.ndarray, logprobs_S: np.ndarray, experts_SLC) -> None:
+        """Adds the tokens that were drawn to a request, which they may end."""
+        drawn = [i for i in ids_S.tolist() if i >= 0]
+        request.tokens += drawn
+        request.logprobs += logprobs_S[: len(drawn)].tolist()
+        self._filled(request, len(drawn), experts_SLC)
+        if not request.spans or request.spans[-1][0] != self.version:
+            request.spans.append([self.version, len(request.logprobs) - len(drawn), 0])
+        request.spans[-1][2] = len(request.logprobs)
+        self._counters["generated_tokens"] += len(drawn)
+        if drawn[-1] in request.stop_ids:
+            self._finish(request, ("stop", drawn[-1]))
+        elif len(request.logprobs) >= request.sampling.max_new_tokens:
+            self._finish(request, ("length", len(request.logprobs)))
+        elif request.listener is not None:
+            request.listener(self._result(request, None))
+
+    def _finish(self, request: _Request, finish: tuple[str, Any]) -> None:
+        self._running.remove(request)
+        self._pages.release(request.held)
         self._answer(request, finish)
 
     def _answer(self, request: _Request, finish: tuple[str, Any]) -> None:
         self._counters["requests"] += 1
         self._open.discard(request)
-        request.future.set_result(
-            Result(
-                rid=request.rid,
-                prompt_tokens=request.prompt_tokens,
-                ids=request.tokens[request.prompt_tokens :],
-                logprobs=request.logprobs,
-                spans=[(version, start, end) for version, start, end in request.spans],
-                finish=finish,
-                cached_tokens=request.cached or 0,
-                retractions=request.retractions,
-                version=self.version,
-                seconds=time.monotonic() - request.born,
-            )
+        request.future.set_result(self._result(request, finish))
+
+    def _result(self, request: _Request, finish: tuple[str, Any] | None) -> Result:
+        experts = None
+        if request.experts is not None and request.filled >= len(request.tokens) - 1:
+            experts = request.experts[: len(request.tokens) - 1].astype(np.int32)
+        return Result(
+            rid=request.rid,
+            prompt_tokens=request.prompt_tokens,
+            ids=request.tokens[request.prompt_tokens :],
+            logprobs=list(request.logprobs),
+            spans=[(version, start, end) for version, start, end in request.spans],
+            finish=finish,
+            cached_tokens=request.cached or 0,
+            retractions=request.retractions,
+            version=self.version,
+            seconds=time.monotonic() - request.born,
+            experts=experts,
         )
 
     def _abort(self, rid: str | None) -> int:
         reason = ("abort", "Aborted")
-        slots = [slot for slot, request in self._running.items() if rid in (None, request.rid)]
+        running = [request for request in self._running if rid in (None, request.rid)]
         queued = [request for request in self._waiting if rid in (None, request.rid)]
-        for slot in slots:
-            self._finish(slot, reason)
+        for request in running:
+            self._finish(request, reason)
         for request in queued:
             self._waiting.remove(request)
             self._answer(request, reason)
-        self._counters["aborts"] += len(slots) + len(queued)
-        return len(slots) + len(queued)
+        self._counters["aborts"] += len(running) + len(queued)
+        return len(running) + len(queued)
 
-    def _retract(self) -> None:
-        for slot, request in reversed(self._running.items()):
-            request.retractions += 1
-            self._waiting.appendleft(request)
-            self._known_B[slot] = self._filled_B[slot]
-        self._running.clear()
+    def _retract(self, request: _Request) -> None:
+        """Puts a running request back in the queue, without its pages."""
+        self._running.remove(request)
+        self._pages.release(request.held)
+        request.filled, request.held = 0, Held()
+        request.retractions += 1
+        self._waiting.appendleft(request)
 
     def _forget(self) -> bool:
         """Drop all keys and values; those of running requests will be computed again."""
-        for slot in range(self.slots):
-            if slot not in self._running:
-                self._known_B[slot] = 0
-        self._filled_B[:] = 0
-        self._mixed_B[:] = False
-        for request in self._running.values():
+        for request in self._running:
+            self._pages.release(request.held)
+            request.filled, request.held = 0, Held()
             request.retractions += 1
+        self._pages.forget()
+        # Weights that are not numbers leave values that would spoil a sum even at weight 0.
+        self._cache = self._programs.clear(self._cache)
         return True
 
     def _swap(self, config, params, version: str, flush_cache: bool) -> None:
@@ -447,9 +565,8 @@ class Engine:
         if flush_cache:
             self._forget()
         else:
-            for slot in range(self.slots):
-                self._mixed_B[slot] = slot in self._running
-                if slot not in self._running:
-                    self._known_B[slot] = self._filled_B[slot] = 0
+            self._pages.forget()
+            for request in self._running:
+                request.held.shared = False  # from here on its pages come from more than one version
         self._counters["swaps"] += 1
         self._counters["swap_seconds"] += time.monotonic() - started

@@ -1,6 +1,6 @@
 """A sampling server in a process of its own, watched and started again when it dies."""
 
-import asyncio
+import json
 import os
 import pathlib
 import signal
@@ -13,14 +13,49 @@ import urllib.error
 import urllib.request
 
 TAIL_LINES = 5
+ROOT = pathlib.Path(__file__).parents[2]
+# SGLang takes prompts of fewer tokens than its context less 6, and completes up to its context less 2.
+SGLANG_SPARE = 6
+
+
+def _embedded(checkpoint: str, host: str, port: int, slots: int, context: int) -> list[str]:
+    options = {"checkpoint": checkpoint, "host": host, "port": port, "slots": slots, "context": context}
+    command = [sys.executable, "-m", "north_jax.sampler.server", "--stop_with_stdin", "--routed_experts"]
+    return command + [f"--{name}={value}" for name, value in options.items()]
+
+
+def _sglang_python() -> pathlib.Path:
+    return ROOT / ".venv-sglang" / "bin" / "python"
+
+
+def _sglang(checkpoint: str, host: str, port: int, slots: int, context: int) -> list[str]:
+    config = pathlib.Path(checkpoint, "config.json")
+    if config.is_file() and context > (most := json.loads(config.read_text()).get("max_position_embeddings", context)):
+        raise RuntimeError(f"a context of {context} is longer than {checkpoint}'s {most} positions; use a shorter one")
+    options = {
+        "model-path": checkpoint,
+        "host": host,
+        "port": port,
+        "max-running-requests": slots,
+        "context-length": context + SGLANG_SPARE,
+    }
+    launcher = pathlib.Path(__file__).with_name("sglang") / "launch.py"
+    command = [os.fspath(_sglang_python()), os.fspath(launcher), "--stop-with-stdin", "--skip-tokenizer-init"]
+    command += ["--enable-return-routed-experts"]  # each request still has to ask for them
+    return command + [f"--{name}={value}" for name, value in options.items()]
+
+
+_COMMANDS = {"embedded": _embedded, "sglang": _sglang}
 
 
 class SamplerProcess:
-    """`python -m north_jax.sampler.server` as a child of this process; its output is appended to workdir/sampler.log.
+    """A sampling server as a child of this process; its output is appended to workdir/sampler.log.
 
-    It has its own session, so Ctrl-C in the terminal does not reach it, and it ends when this process ends, however
-    that happens. `checkpoint` is the folder that the next start serves: whoever exports newer weights sets it. Without
-    a `port` a free one is chosen at the first start and kept. All methods are safe from any thread.
+    `kind` "embedded" is `python -m north_jax.sampler.server`; "sglang" is SGLang's server with North's model, in the
+    environment that `make sglang` makes. The server has its own session, so Ctrl-C in the terminal does not reach it,
+    and it ends when this process ends, however that happens. `checkpoint` is the folder that the next start serves:
+    whoever exports newer weights sets it. Without a `port` a free one is chosen at the first start and kept. All
+    methods are safe from any thread. Errors: ValueError for an unknown kind, or without that environment.
     """
 
     def __init__(
@@ -28,6 +63,7 @@ class SamplerProcess:
         checkpoint: str | os.PathLike,
         workdir: str | os.PathLike,
         *,
+        kind: str = "embedded",
         slots: int = 64,
         context: int = 512,
         port: int | None = None,
@@ -35,7 +71,11 @@ class SamplerProcess:
         timeout_s: float = 300.0,
         env: dict[str, str] | None = None,
     ):
-        self.checkpoint = checkpoint
+        if kind not in _COMMANDS:
+            raise ValueError(f"sampler kind {kind!r} is not known; use one of {', '.join(_COMMANDS)}")
+        if kind == "sglang" and not _sglang_python().exists():
+            raise ValueError(f"{_sglang_python()} does not exist; run `make sglang`, which installs SGLang there")
+        self.checkpoint, self.kind = checkpoint, kind
         self.log = pathlib.Path(workdir) / "sampler.log"
         self.slots, self.context, self.port, self.host, self.timeout_s = slots, context, port, host, timeout_s
         self.starts = 0
@@ -73,13 +113,6 @@ class SamplerProcess:
             self._start()
             return True
 
-    async def keep_alive(self, interval_s: float = 1.0) -> None:
-        """Start it again whenever it has died, until cancelled; clients retry meanwhile."""
-        while True:
-            await asyncio.sleep(interval_s)
-            if not self.alive:
-                await asyncio.to_thread(self.ensure_alive)
-
     def stop(self) -> None:
         """End it: asked first, killed after 10 seconds."""
         with self._lock:
@@ -100,15 +133,7 @@ class SamplerProcess:
             with socket.socket() as probe:
                 probe.bind((self.host, 0))
                 self.port = probe.getsockname()[1]
-        options = {
-            "checkpoint": os.fspath(self.checkpoint),
-            "host": self.host,
-            "port": self.port,
-            "slots": self.slots,
-            "context": self.context,
-        }
-        command = [sys.executable, "-m", "north_jax.sampler.server", "--stop_with_stdin"]
-        command += [f"--{name}={value}" for name, value in options.items()]
+        command = _COMMANDS[self.kind](os.fspath(self.checkpoint), self.host, self.port, self.slots, self.context)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
         with self.log.open("ab") as log:
@@ -119,7 +144,8 @@ class SamplerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self._env},
+                # SGLANG_SPARE may reach beyond the model's positions; no token does.
+                env={**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", **self._env},
             )
         deadline = time.monotonic() + self.timeout_s
         while not self._ready():

@@ -1,4 +1,4 @@
-"""The engine's device programs: prefill, copy and decode, each compiled ahead of time for a few fixed shapes."""
+"""The engine's device programs: prefill and decode, each compiled ahead of time for a few fixed shapes."""
 
 import collections
 import concurrent.futures
@@ -12,68 +12,87 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from north_jax.model.cache import Cache
+from north_jax.model.cache import Cache, Tables
+from north_jax.model.config import ModelConfig
+from north_jax.model.decoder import Decoder
 from north_jax.sampler.sampling import MAX_STOP_IDS, sample, token_uniforms
 
-# (prompts, new tokens of each) one prefill call may take: a lone observation, a wave of them, a wave of first prompts.
+# (rows, new tokens of each) one prefill call may take: a lone observation, a wave of them, a wave of first prompts, and
+# pieces of long documents where the context has room for them.
 PREFILL_SHAPES = ((2, 32), (8, 32), (8, 128))
-# Decode steps between two looks at the queue. More steps cost fewer host round trips but leave finished slots idle.
+LONG_CONTEXT, LONG_PREFILL = 4096, (2, 1024)
+# Decode steps between two looks at the queue. More steps cost fewer host round trips but leave finished rows idle.
 DECODE_STEPS = 4
-COPY_ROWS = 8
-# Attending to fewer entries than this is not worth a program of its own.
+# Attending to fewer tokens than this is not worth a program of its own.
 MIN_LENGTH = 64
 
 Rows = dict[str, np.ndarray]
 
 
-def _prefill(graph, length: int, params, cache: Cache, ids_PS, positions_PS, slots_P) -> Cache:
-    """Write the keys and values of P prompts' next S tokens; tokens at positions below 0 are padding."""
-    return nnx.merge(graph, params).step(ids_PS, positions_PS, cache, length=length, slots_B=slots_P)[1]
+def _experts(model: Decoder, trace: dict[str, jax.Array]) -> jax.Array:
+    """The routed experts [B, S, L, C] of a traced pass; zero in dense layers."""
+    config = model.config
+    layers = [trace.get(f"layer{i}/router_topk_indices") for i in range(config.num_hidden_layers)]
+    some = next(layer for layer in layers if layer is not None)
+    return jnp.stack([jnp.zeros_like(some) if layer is None else layer for layer in layers], 2).astype(jnp.int16)
 
 
-def _copy(cache: Cache, from_P, to_P) -> Cache:
-    """Copy slots `from_P` into slots `to_P`; targets beyond the slots are dropped."""
-    return jax.tree.map(lambda x: x.at[to_P].set(x[from_P], mode="drop"), cache)
+def _prefill(graph, experts: bool, params, cache: Cache, ids_BS, positions_BS, tables: Tables):
+    """(the cache with the next S tokens of every row, their experts or None)."""
+    model, trace = nnx.merge(graph, params), {} if experts else None
+    _, cache = model.step(ids_BS, positions_BS, cache, tables, trace)
+    return cache, _experts(model, trace) if experts else None
 
 
-def _decode(graph, length: int, params, cache: Cache, rows: dict[str, jax.Array], steps):
-    """Up to `steps` tokens for every row: (ids_SB, logprobs_SB, cache); ids are -1 where nothing was drawn."""
+def _decode(graph, experts: bool, params, cache: Cache, rows: dict[str, jax.Array], tables: Tables, steps):
+    """Up to `steps` tokens for every row; see `Programs.decode`."""
     model = nnx.merge(graph, params)
-    shape = (DECODE_STEPS, rows["token_B"].shape[0])
+    B = rows["token_B"].shape[0]
 
     def more(carry):
         step, _, position_B, *_ = carry
         return (step < steps) & jnp.any(position_B >= 0)
 
     def one(carry):
-        step, token_B, position_B, cache, ids_SB, logprobs_SB = carry
-        active_B = position_B >= 0
-        x_BSD, cache = model.step(
-            token_B[:, None], position_B[:, None], cache, length=length, slots_B=rows.get("slot_B")
+        step, token_B, position_B, cache, ids_SB, logprobs_SB, experts_SBLC = carry
+        active_B, trace = position_B >= 0, {} if experts else None
+        x_BSD, cache = model.step(token_B[:, None], position_B[:, None], cache, tables, trace)
+        if experts:
+            experts_SBLC = experts_SBLC.at[step].set(_experts(model, trace)[:, 0])
+        drawn_B, logprob_B = sample(
+            model.logits(x_BSD)[:, 0],
+            token_uniforms(rows["seed_B2"], rows["index_B"] + step),
+            rows["temperature_B"],
+            rows["top_p_B"],
+            rows["top_k_B"],
+            rows["min_p_B"],
         )
-        uniform_B = token_uniforms(rows["seed_B2"], rows["index_B"] + step)
-        drawn_B, logprob_B = sample(model.logits(x_BSD)[:, 0], uniform_B, rows["temperature_B"], rows["top_p_B"])
         ids_SB = ids_SB.at[step].set(jnp.where(active_B, drawn_B, -1))
         logprobs_SB = logprobs_SB.at[step].set(jnp.where(active_B, logprob_B, 0.0))
         stopped_B = jnp.any(drawn_B[:, None] == rows["stop_BZ"], axis=-1) | (step + 1 >= rows["left_B"])
         position_B = jnp.where(active_B & ~stopped_B, position_B + 1, -1)
-        return step + 1, drawn_B, position_B, cache, ids_SB, logprobs_SB
+        return step + 1, drawn_B, position_B, cache, ids_SB, logprobs_SB, experts_SBLC
 
+    L, C = model.config.num_hidden_layers, model.config.num_experts_per_tok
     start = (jnp.int32(0), rows["token_B"], rows["position_B"], cache)
-    start += (jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
-    _, _, _, cache, ids_SB, logprobs_SB = jax.lax.while_loop(more, one, start)
-    return ids_SB, logprobs_SB, cache
+    start += (jnp.full((DECODE_STEPS, B), -1, jnp.int32), jnp.zeros((DECODE_STEPS, B), jnp.float32))
+    start += (jnp.zeros((DECODE_STEPS, B, L, C), jnp.int16) if experts else None,)
+    _, _, _, cache, ids_SB, logprobs_SB, experts_SBLC = jax.lax.while_loop(more, one, start)
+    return cache, ids_SB, logprobs_SB, experts_SBLC
+
+
+def _clear(cache: Cache) -> Cache:
+    return jax.tree.map(jnp.zeros_like, cache)
 
 
 def empty_rows(count: int) -> Rows:
     """What `Programs.decode` wants to know of each row; these draw nothing.
 
-    The slot; the last token and its position (its key and value are not in the cache yet; -1 = idle row); how many
-    tokens may still be drawn; the next token's index in the completion; the seed as two words; the sampling
-    parameters; the stop ids (-1 = none).
+    The last token and its position (its key and value are not in the cache yet; -1 = idle row); how many tokens may
+    still be drawn; the next token's index in the completion; the seed as two words; the sampling parameters; the stop
+    ids (-1 = none).
     """
     return {
-        "slot_B": np.zeros(count, np.int32),
         "token_B": np.zeros(count, np.int32),
         "position_B": np.full(count, -1, np.int32),
         "left_B": np.zeros(count, np.int32),
@@ -81,76 +100,101 @@ def empty_rows(count: int) -> Rows:
         "seed_B2": np.zeros((count, 2), np.uint32),
         "temperature_B": np.ones(count, np.float32),
         "top_p_B": np.ones(count, np.float32),
+        "top_k_B": np.zeros(count, np.int32),
+        "min_p_B": np.zeros(count, np.float32),
         "stop_BZ": np.full((count, MAX_STOP_IDS), -1, np.int32),
     }
 
 
-class Programs:
-    """Every program an engine of `slots` slots of `context` tokens runs, compiled before the first request.
+def window_pages(window: int, tokens: int, page_size: int) -> int:
+    """The most pages that `tokens` consecutive queries and the window before them lie in."""
+    return (window + tokens - 2) // page_size + 2
 
-    Nothing compiles later: a shape that was forgotten is an error, not a silent stall of seconds.
+
+class Programs:
+    """Every program of an engine for `rows` sequences of up to `context` tokens, compiled before the first request.
+
+    Nothing compiles later: a shape that was forgotten is an error, not a silent stall of seconds. experts: whether the
+    programs also return the routed experts.
     """
 
-    def __init__(self, graph: nnx.GraphDef, params: Any, cache: Cache):
-        slots, context = cache.slots, cache.length
-        # Decoding all slots is where the time goes, so it attends to no more entries than it must; every other
-        # program attends to the whole context. Each length is one more program to compile.
-        lengths = {-(-context * i // 4) for i in (1, 2)}
-        self.lengths = (*sorted(length for length in lengths if length >= MIN_LENGTH), context)
-        # A quarter of the slots has its own decode program, for the tail of a wave.
-        self.rows = (max(1, slots // 4), slots) if slots > 1 else (slots,)
-        widest = max(context, PREFILL_SHAPES[0][1])
-        self.prefill_shapes = tuple(shape for shape in PREFILL_SHAPES if shape[1] <= widest)
+    def __init__(self, graph: nnx.GraphDef, params: Any, cache: Cache, rows: int, context: int, experts: bool):
+        self.config: ModelConfig = nnx.merge(graph, params).config
+        self._page_size = cache.page_size
+        # A quarter of the rows has its own decode program, for the tail of a wave.
+        self.rows = (max(1, rows // 4), rows) if rows > 1 else (rows,)
+        self.prefill_shapes = tuple(shape for shape in PREFILL_SHAPES if shape[1] <= max(32, context))
+        if context >= LONG_CONTEXT:
+            self.prefill_shapes += (LONG_PREFILL,)
+        # Decoding all rows is where the time goes, so it attends to no more tokens than it must; so does everything in
+        # a long context. Each length is one more program to compile.
+        quarters = [-(-context * i // 4) for i in (1, 2, 4)]
+        lengths = tuple(length for length in quarters if length >= MIN_LENGTH or length == context)
+        long = tuple(length for length in lengths if 4 * length >= LONG_CONTEXT or length == context)
+        self._attended = {("decode", count): lengths if count == rows else long for count in self.rows}
+        self._attended |= {("prefill", *shape): long for shape in self.prefill_shapes}
         jobs: dict[tuple, tuple] = {}
-        for length in self.lengths:
-            rows = empty_rows(slots)
-            del rows["slot_B"]  # every slot is there, in its own row
-            jobs["decode", slots, length] = (_decode, (params, cache, rows, np.int32(1)))
-        if len(self.rows) > 1:
-            jobs["decode", self.rows[0], context] = (_decode, (params, cache, empty_rows(self.rows[0]), np.int32(1)))
-        for P, S in self.prefill_shapes:
-            ids_PS, slots_P = np.zeros((P, S), np.int32), np.zeros(P, np.int32)
-            jobs["prefill", P, S, context] = (_prefill, (params, cache, ids_PS, ids_PS, slots_P))
-        slots_P = np.zeros(COPY_ROWS, np.int32)
-        jobs["copy",] = (_copy, (cache, slots_P, slots_P))
+        for (kind, count, *new), attended in self._attended.items():
+            for length in attended:
+                tables = self.empty_tables(count, new[0] if new else DECODE_STEPS, length)
+                if kind == "decode":
+                    jobs[kind, count, length] = (_decode, (empty_rows(count), tables, np.int32(1)))
+                else:
+                    ids_BS = np.zeros((count, *new), np.int32)
+                    jobs[kind, count, *new, length] = (_prefill, (ids_BS, ids_BS, tables))
+
+        jobs["clear",] = (_clear, ())
+        cache_shardings = jax.tree.map(lambda x: x.sharding, cache)
 
         def build(key: tuple) -> Callable:
             function, arguments = jobs[key]
-            if function is _copy:
-                return jax.jit(_copy, donate_argnums=0).lower(*arguments).compile()
-            bound = functools.partial(function, graph, key[-1])
-            return jax.jit(bound, donate_argnums=1).lower(*arguments).compile()
+            if function is _clear:
+                return jax.jit(_clear, donate_argnums=0, out_shardings=cache_shardings).lower(cache).compile()
+            bound = functools.partial(function, graph, experts)
+            # The cache goes round and round: it must come back laid out as it went in.
+            rest = (None,) if function is _prefill else (None, None, None)
+            jitted = jax.jit(bound, donate_argnums=1, out_shardings=(cache_shardings, *rest))
+            return jitted.lower(params, cache, *arguments).compile()
 
         # The compiler releases the interpreter lock.
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             self._programs = dict(zip(jobs, pool.map(build, jobs), strict=True))
         _watch_compilations()
 
-    def prefill(self, params, cache: Cache, ids_PS, positions_PS, slots_P) -> Cache:
-        """The cache with the keys and values of P prompts' next S tokens; (P, S) is one of `prefill_shapes`."""
-        program = self._programs["prefill", *ids_PS.shape, cache.length]
-        return program(params, cache, ids_PS, positions_PS, slots_P)
+    def empty_tables(self, rows: int, tokens: int, length: int) -> Tables:
+        """Tables for `rows` rows that are fed `tokens` tokens and end before `length`, to be filled in."""
+        W = -(-length // self._page_size)
+        sliding = min(W, window_pages(self.config.window, tokens, self._page_size))
+        return Tables(
+            full_BW=np.zeros((rows, W), np.int32),
+            sliding_BW=np.zeros((rows, sliding), np.int32),
+            first_B=np.zeros(rows, np.int32),
+        )
 
-    def copy(self, cache: Cache, pairs: list[tuple[int, int]]) -> Cache:
-        """The cache with the first slot of each pair copied over the second."""
-        for start in range(0, len(pairs), COPY_ROWS):
-            padding = [(0, cache.slots)] * (COPY_ROWS - len(pairs[start : start + COPY_ROWS]))
-            from_P, to_P = np.array(pairs[start : start + COPY_ROWS] + padding, np.int32).T.copy()
-            cache = self._programs["copy",](cache, from_P, to_P)
-        return cache
+    def length(self, kind: str, rows: int, *tokens: int, longest: int) -> int:
+        """The least length that the program of this shape can attend to and that holds `longest` tokens."""
+        return next(length for length in self._attended[kind, rows, *tokens] if length >= longest)
 
-    def decode(self, params, cache: Cache, rows: Rows, steps: int) -> tuple[np.ndarray, np.ndarray, Cache]:
-        """(ids_SB, logprobs_SB, cache) of up to `steps` tokens per row; ids are -1 where nothing was drawn.
+    def prefill(self, params, cache: Cache, ids_BS, positions_BS, tables: Tables, length: int):
+        """(the cache with the keys and values of the new tokens, their routed experts [B, S, L, C] or None).
 
-        A row ends at a stop id (which is drawn and reported) or when it has drawn all it may.
+        The shape of `ids_BS` is one of `prefill_shapes`; tokens at positions below 0 are padding.
         """
-        count, length = len(rows["token_B"]), cache.length
-        if count == cache.slots:
-            rows = {name: value for name, value in rows.items() if name != "slot_B"}
-            longest = int(np.max(rows["position_B"] + np.minimum(rows["left_B"], steps)))
-            length = next(length for length in self.lengths if length >= longest)
-        ids_SB, logprobs_SB, cache = self._programs["decode", count, length](params, cache, rows, np.int32(steps))
-        return np.asarray(ids_SB), np.asarray(logprobs_SB), cache
+        program = self._programs["prefill", *ids_BS.shape, length]
+        return program(params, cache, ids_BS, positions_BS, tables)
+
+    def decode(self, params, cache: Cache, rows: Rows, tables: Tables, length: int, steps: int):
+        """(cache, ids_SB, logprobs_SB, experts or None) of up to `steps` tokens per row; ids are -1 where it ended.
+
+        A row ends at a stop id (which is drawn and reported) or when it has drawn all it may. The experts [S, B, L, C]
+        are those of the tokens that went in.
+        """
+        program = self._programs["decode", len(rows["token_B"]), length]
+        return program(params, cache, rows, tables, np.int32(steps))
+
+    def clear(self, cache: Cache) -> Cache:
+        """The cache with zeros in all its pages."""
+        return self._programs["clear",](cache)
 
     @property
     def compilations(self) -> int:

@@ -13,8 +13,6 @@ MAX_COMPLETIONS = 64
 
 # Fields of SGLang's sampling_params that are accepted only with a value that changes nothing.
 _NEUTRAL = {
-    "top_k": (-1, 1 << 30, None),
-    "min_p": (0, 0.0, None),
     "frequency_penalty": (0, 0.0, None),
     "presence_penalty": (0, 0.0, None),
     "repetition_penalty": (1, 1.0, None),
@@ -36,7 +34,11 @@ _NEUTRAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How one completion is drawn. `temperature` 0 is greedy; `seed` fixes the draw whatever else is running."""
+    """How one completion is drawn. `temperature` 0 is greedy; `seed` fixes the draw whatever else is running.
+
+    Only the `top_k` most likely tokens (0: all), those of at least `min_p` times the likeliest one's probability, and
+    the nucleus of `top_p` are drawn.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -44,6 +46,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
 
     @classmethod
     def from_json(cls, params: Any, where: str = "sampling_params") -> tuple["Sampling", int]:
@@ -62,6 +66,11 @@ class Sampling:
         fields["top_p"] = _take(params, "top_p", where, float, 1.0, 0.0, 1.0)
         if fields["top_p"] == 0.0:
             raise ValueError(f"{where}.top_p must be above 0; for greedy decoding send temperature 0")
+        top_k = _take(params, "top_k", where, int, -1, -1, 1 << 30)
+        if top_k == 0:
+            raise ValueError(f"{where}.top_k must be at least 1, or -1 for all tokens")
+        fields["top_k"] = 0 if top_k in (-1, 1 << 30) else top_k  # SGLang's two ways to say all
+        fields["min_p"] = _take(params, "min_p", where, float, 0.0, 0.0, 1.0)
         seed = _take(params, "sampling_seed", where, int, None, -(1 << 63), (1 << 63) - 1)
         fields["seed"] = secrets.randbits(63) if seed is None else seed
         ignore_eos = params.pop("ignore_eos", False)
@@ -110,43 +119,60 @@ def token_uniforms(seed_B2: jax.Array, index_B: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits_BV: jax.Array, uniform_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array
+    logits_BV: jax.Array,
+    uniform_B: jax.Array,
+    temperature_B: jax.Array,
+    top_p_B: jax.Array,
+    top_k_B: jax.Array,
+    min_p_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(token_B, logprob_B): the draw that `uniform_B` makes from softmax(logits / temperature) cut to its nucleus.
+    """(token_B, logprob_B): the draw that `uniform_B` makes from softmax(logits / temperature), truncated.
 
-    The nucleus is the smallest set of most likely tokens whose mass reaches top_p; tokens tied with its least likely
-    one belong to it. The log-probability is of softmax(logits / temperature) before the cut, and at temperature 1 for
-    greedy rows (temperature 0), as SGLang reports it. `logits_BV` float32.
+    To the tokens that are among the `top_k` most likely (0: all), in the nucleus, the smallest set of most likely
+    tokens whose mass reaches top_p, and at least min_p times as likely as the likeliest; each of the whole
+    distribution, as SGLang does. Tokens tied with the least likely one of a set belong to it. The log-probability is of
+    softmax(logits / temperature) before the cut, and at temperature 1 for greedy rows (temperature 0), as SGLang
+    reports it. `logits_BV` float32.
     """
     greedy_B = temperature_B == 0.0
     scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
     peak_B1 = jnp.max(scaled_BV, axis=-1, keepdims=True)
     weight_BV = jnp.exp(scaled_BV - peak_B1)
     total_B = jnp.sum(weight_BV, axis=-1)
-    kept_BV = jax.lax.cond(jnp.any(top_p_B < 1.0), lambda: _nucleus(weight_BV, total_B, top_p_B), lambda: weight_BV)
+    truncated = jnp.any((top_p_B < 1.0) | (top_k_B > 0) | (min_p_B > 0.0))
+    kept_BV = jax.lax.cond(
+        truncated, lambda: _truncate(weight_BV, total_B, top_p_B, top_k_B, min_p_B), lambda: weight_BV
+    )
     token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), _inverse_cdf(kept_BV, uniform_B)).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - peak_B1[:, 0] - jnp.log(total_B)
 
 
-def _nucleus(weight_BV, total_B, top_p_B):
-    """Zero every weight outside the nucleus of rows with top_p below 1. Its edge is found by bisection, not by sorting.
+def _truncate(weight_BV, total_B, top_p_B, top_k_B, min_p_B):
+    """Zero the weights that top_k, top_p or min_p leave out. The largest weight is 1."""
+    top_k_B = jnp.where(top_k_B > 0, top_k_B, weight_BV.shape[1]).astype(jnp.float32)
+    edge_B = jnp.maximum(min_p_B, _edge(weight_BV, jnp.ones_like(weight_BV), top_k_B))
+    edge_B = jnp.maximum(edge_B, jnp.where(top_p_B < 1.0, _edge(weight_BV, weight_BV, top_p_B * total_B), 0.0))
+    return jnp.where(weight_BV >= edge_B[:, None], weight_BV, 0.0)
 
-    Non-negative floats order as their bit patterns do, so 31 halvings of the pattern find the edge exactly.
+
+def _edge(weight_BV, mass_BV, wanted_B):
+    """The largest weight such that the mass of the tokens from it on reaches `wanted_B`, by bisection, not by sorting.
+
+    Non-negative floats order as their bit patterns do, so 31 halvings of the pattern find it exactly.
     """
 
     def halve(_, bounds):
         low_B, high_B = bounds
         middle_B = low_B + (high_B - low_B) // 2
         bar_B1 = jax.lax.bitcast_convert_type(middle_B, jnp.float32)[:, None]
-        enough_B = jnp.sum(jnp.where(weight_BV >= bar_B1, weight_BV, 0.0), axis=-1) >= top_p_B * total_B
+        enough_B = jnp.sum(jnp.where(weight_BV >= bar_B1, mass_BV, 0.0), axis=-1) >= wanted_B
         return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
 
     # The largest weight is 1: an edge just above keeps nothing, an edge at 0 keeps all.
-    high_B = jnp.full(total_B.shape, jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1)
+    high_B = jnp.full(wanted_B.shape, jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1)
     edge_B, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(high_B), high_B))
-    edge_B = jnp.where(top_p_B < 1.0, jax.lax.bitcast_convert_type(edge_B, jnp.float32), 0.0)
-    return jnp.where(weight_BV >= edge_B[:, None], weight_BV, 0.0)
+    return jax.lax.bitcast_convert_type(edge_B, jnp.float32)
 
 
 def _inverse_cdf(weight_BV, uniform_B):

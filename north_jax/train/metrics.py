@@ -33,6 +33,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "logp_gap_mean": ("nats", "Mean over loss tokens of |log p_learner - log p_sampler|."),
     "logp_gap_max": ("nats", "Largest |log p_learner - log p_sampler| over loss tokens."),
     "kl_k3": ("nats", "Mean over loss tokens of r - 1 - log r, r = p_learner / p_sampler."),
+    "kl_k3_lag0": ("nats", "kl_k3 over the tokens that the learner's present weights drew; not in steps without any."),
     "lag_mean": ("steps", "Mean over loss tokens of the learner step minus the step of the weights that sampled it."),
     "lag_max": ("steps", "Largest lag over loss tokens."),
     "idle_share": ("share", "Share of the time since the previous step that the learner waited for rollouts."),

@@ -21,10 +21,11 @@ from flax import nnx
 from north_jax.model import Decoder, ModelConfig
 from north_jax.weights import hf, orbax_folder, quantize
 from north_jax.weights.export import AHEAD_BYTES, SHARD_BYTES, FolderWriter, Planned, Unit, nbytes, progress
-from north_jax.weights.folder import Folder, is_orbax, read_config, read_manifest
+from north_jax.weights.folder import Folder, drop_cache, is_orbax, read_config, read_manifest
 from north_jax.weights.names import Entry, by_parameter, manifest
 
 ERRORS = "quantization_errors.jsonl"
+_CACHED_BYTES = 500_000_000  # read and written before it is taken out of the page cache
 _PROCESS_BYTES = 500_000_000  # the interpreter and its libraries
 
 
@@ -178,10 +179,12 @@ def _convert(
             writer.manifest(version=version, step=step, bit_sums=sums)
             return plan
         lock = threading.Lock()  # a text file is not for many threads at once
+        passed = _Passed(origin.path, writer.partial)
 
         def produce(unit: Unit) -> Sequence[np.ndarray]:
             name = unit[0].name.removesuffix("_packed")
             value = origin.read(name).astype(types[name], copy=False)
+            passed(value.nbytes)
             if len(unit) == 1:
                 return [value]
             made = quantize.quantise(name, value, chosen)
@@ -211,13 +214,13 @@ def _plan(origin: _Source, units: dict[str, Unit], to: str) -> Plan:
         count, read, written = kinds.get(_kind(name), (0, 0, 0))
         kinds[_kind(name)] = count + 1, read + origin.nbytes(name), written + nbytes(unit)
     size = {path: sum(nbytes(units[name]) for name in names) for path, names in by_parameter(origin.entries).items()}
-    if to == "orbax":  # an item, and what Orbax has of it under way
+    if to == "orbax":
         items = orbax_folder.items(origin.model).values()
-        held = max(sum(size[path] for path, _ in params.values()) for params in items)
-        held += min(held, orbax_folder.IN_FLIGHT_GB * 10**9)
+        held = max(_held(sum(size[path] for path, _ in params.values())) for params in items)
     else:
         held = sum(sorted(size.values())[-2:]) if origin.orbax else max(map(nbytes, units.values()))
-    return Plan(kinds, sum(map(nbytes, units.values())), held + AHEAD_BYTES + _PROCESS_BYTES)
+        held += AHEAD_BYTES
+    return Plan(kinds, sum(map(nbytes, units.values())), held + _PROCESS_BYTES)
 
 
 def _present(target: pathlib.Path) -> int:
@@ -226,22 +229,76 @@ def _present(target: pathlib.Path) -> int:
 
 
 def _write_items(writer: FolderWriter, origin: _Source, types: dict[str, np.dtype]) -> dict[str, int]:
-    """Writes the parameters item by item; returns their bit sums."""
+    """Writes the parameters item by item; returns their bit sums. One item is read while another is written."""
+    passed = _Passed(origin.path, writer.partial)
     names = by_parameter(origin.entries)
-    total = sum(origin.nbytes(name) for name in origin.entries)
-    with ThreadPoolExecutor(hf.THREADS, "read") as threads, progress(writer.path.name, total) as bar:
-        for item, params in orbax_folder.items(origin.model).items():
-            if item not in writer.finished:
-                arrays = {
-                    name: hf.host_parameter(
-                        param.shape, types[names[path][0]], names[path], origin.entries, origin.read, threads
-                    )
-                    for name, (path, param) in params.items()
-                }
-                writer.finish(item, orbax_folder.write_item(writer.partial, item, arrays))
-                del arrays  # before the next are made
-            bar.update(sum(param.size * types[names[path][0]].itemsize for path, param in params.values()))
-    return {name: value for item in orbax_folder.items(origin.model) for name, value in writer.finished[item].items()}
+    items = orbax_folder.items(origin.model)
+    size = {
+        item: sum(param.size * types[names[path][0]].itemsize for path, param in params.values())
+        for item, params in items.items()
+    }
+    most = max(map(_held, size.values()))
+    left = [item for item in items if item not in writer.finished]
+
+    spare: list[np.ndarray] = []  # written; to be filled again, as the system would have to clear new memory
+
+    def read(item: str) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, (path, param) in items[item].items():
+            first = names[path][0]
+            dtype = types[first]
+            if not origin.entries[first].inputs:  # it lies on disk as it is here
+                arrays[name] = origin.read(first).astype(dtype, copy=False)
+                continue
+            fits = [i for i, array in enumerate(spare) if array.size == param.size and array.dtype == dtype]
+            out = (spare.pop(fits[0]) if fits else np.empty(param.size, dtype)).reshape(param.shape)
+            hf.read_parameter(out, names[path], origin.entries, origin.read, threads)
+            arrays[name] = out
+        return arrays
+
+    with (
+        ThreadPoolExecutor(hf.THREADS, "read") as threads,
+        ThreadPoolExecutor(1, "next") as ahead,
+        progress(writer.path.name, sum(size.values())) as bar,
+    ):
+        bar.update(sum(size.values()) - sum(size[item] for item in left))
+        following = None
+        for item, after in zip(left, [*left[1:], None], strict=True):
+            arrays = following.result() if following else read(item)
+            # Not beside the embedding: that alone takes all the memory the plan has named.
+            early = after is not None and _held(size[item]) + size[after] <= most
+            following = ahead.submit(read, after) if early else None
+            writer.finish(item, orbax_folder.write_item(writer.partial, item, arrays))
+            passed(size[item])
+            if early:
+                spare += arrays.values()
+            del arrays  # before the next are made
+            bar.update(size[item])
+    return {name: value for item in items for name, value in writer.finished[item].items()}
+
+
+class _Passed:
+    """Counts bytes, and takes the folders out of the page cache from time to time.
+
+    A conversion looks at nothing twice: its pages would only push out others, and fresh ones cost more than old.
+    """
+
+    def __init__(self, *folders: pathlib.Path):
+        self._folders, self._bytes, self._lock = folders, 0, threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            if self._bytes < _CACHED_BYTES:
+                return
+            self._bytes = 0
+            for folder in self._folders:
+                drop_cache(folder)
+
+
+def _held(size: int) -> int:
+    """Memory for an item of this size, in bytes: itself, and what Orbax has of it under way."""
+    return size + min(size, orbax_folder.IN_FLIGHT_GB * 10**9)
 
 
 def _error_summary(path: pathlib.Path) -> str:

@@ -52,6 +52,15 @@ class Stored(NamedTuple):
     whole: bool = True  # not a part of a stacked tensor
 
 
+def drop_cache(path: pathlib.Path) -> None:
+    """Takes what is on the disk of the files below `path` out of the page cache."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            handle = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
 def is_orbax(path: str | os.PathLike) -> bool:
     """Whether a folder holds its parameters as `orbax_folder` writes them."""
     return (pathlib.Path(path) / PARAMETERS).is_dir()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from north_jax.model import Decoder, init_cache
+from north_jax.model import Decoder, init_cache, own_pages
 from north_jax.weights.hf import to_tensors
 
 # Float32 sums in another order move the logits of the recorded models by up to 2e-5; the mildest wrong equation by 1.
@@ -22,6 +22,7 @@ LOGITS = 5e-5
 GRADIENT = 1e-4
 SUM_LOGPROB = 1e-3  # a sum over tens of tokens
 PREFILLS = (1, 5, 11, 20)
+PAGE = 8
 
 Recording = Mapping[str, np.ndarray]
 
@@ -103,18 +104,19 @@ def padded(model: Decoder, recording: Recording, side: str) -> Iterator[Differen
 
 
 def cached(model: Decoder, recording: Recording, n: int, prefill: int) -> Difference:
-    """Logits of `prefill` tokens fed at once and the rest one by one, in the second of two slots, against all at once.
+    """Logits of `prefill` tokens fed at once and the rest one by one, in the second of two rows, against all at once.
 
-    The first slot meanwhile sees padding only.
+    The first row meanwhile sees padding only.
     """
     ids_S = np.asarray(recording[f"len{n}/input_ids"])
-    kv = init_cache(model.config, 2, n + 3, model.embedding_VD.dtype)
+    tables = own_pages(2, n, PAGE)
+    kv = init_cache(model.config, tables.full_BW.size, PAGE, dtype=model.embedding_VD.dtype)
     hidden = []
     for start, stop in [(0, prefill), *((t, t + 1) for t in range(prefill, n))]:
         positions_S = np.arange(start, stop)
         ids_BS = jnp.asarray(np.stack([np.zeros_like(ids_S[start:stop]), ids_S[start:stop]]))
         positions_BS = jnp.asarray(np.stack([-np.ones_like(positions_S), positions_S]))
-        x_BSD, kv = _step(model, ids_BS, positions_BS, kv)
+        x_BSD, kv = _step(model, ids_BS, positions_BS, kv, tables)
         hidden.append(x_BSD[1])
     logits_SV = np.asarray(model.logits(jnp.concatenate(hidden)))
     return _absolute(f"cached/prefill{prefill}", logits_SV, recording[f"len{n}/logits"])
@@ -157,11 +159,12 @@ def greedy(model: Decoder, recording: Recording) -> Iterator[Difference]:
     """Greedy continuation with the cache: how many ids differ, and the log-probabilities of the recorded ids."""
     prompt_S = np.asarray(recording["greedy/prompt_ids"])
     expected_S = np.asarray(recording["greedy/new_ids"])
-    kv = init_cache(model.config, 1, len(prompt_S) + len(expected_S), model.embedding_VD.dtype)
+    tables = own_pages(1, len(prompt_S) + len(expected_S), PAGE)
+    kv = init_cache(model.config, tables.full_BW.size, PAGE, dtype=model.embedding_VD.dtype)
     feed, at, chosen, logps = prompt_S, 0, [], []
     for expected in expected_S:
         positions_BS = jnp.arange(at, at + len(feed))[None]
-        x_BSD, kv = _step(model, jnp.asarray(feed)[None], positions_BS, kv)
+        x_BSD, kv = _step(model, jnp.asarray(feed)[None], positions_BS, kv, tables)
         logits_V = model.logits(x_BSD[0, -1])
         chosen.append(int(jnp.argmax(logits_V)))
         logps.append(float(jax.nn.log_softmax(logits_V)[int(expected)]))
@@ -178,8 +181,8 @@ def _traced(model: Decoder, ids_BS, positions_BS=None, segment_ids_BS=None) -> t
 
 
 @nnx.jit
-def _step(model: Decoder, ids_BS, positions_BS, cache):
-    return model.step(ids_BS, positions_BS, cache)
+def _step(model: Decoder, ids_BS, positions_BS, cache, tables):
+    return model.step(ids_BS, positions_BS, cache, tables)
 
 
 def _as_recorded(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:

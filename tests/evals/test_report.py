@@ -80,6 +80,7 @@ def results(rng: random.Random) -> dict:
             "idle_share": 0.214,
             "lag_mean": 3.42,
             "lag_max": 8,
+            "kl_k3_lag0": 3.2e-9,
             "lag_histogram": {str(lag): n for lag, n in enumerate((120, 640, 1130, 1420, 980, 520, 210, 70, 8))},
             "queue": {"admitted": 812, "trained": 640, "filtered": 150, "failed": 2, "open": 20},
         },

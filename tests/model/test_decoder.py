@@ -1,7 +1,6 @@
 """What the recordings do not hold: packing, padding, block-wise windows, caches with slots, both expert paths."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from north_jax.model import Decoder, ModelConfig, attention, init_cache, moe
+from north_jax.model import Decoder, ModelConfig, Tables, attention, init_cache, moe, own_pages
 
 TINY = ModelConfig(
     vocab_size=96,
@@ -34,9 +33,7 @@ def decoder(moe="dense", **changes):
 forward = nnx.jit(lambda model, ids_BS, **kwargs: model(ids_BS, **kwargs))
 
 
-@functools.partial(nnx.jit, static_argnames="length")
-def step(model, ids_BS, positions_BS, cache, slots_B=None, length=None):
-    return model.step(ids_BS, positions_BS, cache, length=length, slots_B=slots_B)
+step = nnx.jit(lambda model, ids_BS, positions_BS, cache, tables: model.step(ids_BS, positions_BS, cache, tables))
 
 
 def ids(*shape, seed=0):
@@ -121,61 +118,71 @@ def test_router_works_in_float32_on_bfloat16_logits():
     assert weights.dtype == jnp.float32
 
 
-def test_cached_chunks_in_chosen_slots_equal_one_pass():
+def test_cached_chunks_in_scattered_pages_equal_one_pass():
     model = decoder()
     rows = ids(2, 40)
     expected = forward(model, rows)
-    # Two sequences in slots 3 and 1, fed in chunks of different sizes, the last of them padded at the end.
-    cache = init_cache(model.config, 4, 48)
+    # Fed in chunks of different sizes, the last of them padded at the end. Pages lie anywhere, and those of sliding
+    # layers are used again when they have left the window of 8 tokens.
+    cache = init_cache(model.config, 16, 8, sliding_pages=10)
     cache = jax.tree.map(lambda x: x + 7.0, cache)  # what an earlier request left behind must not be seen
-    slots, got = jnp.asarray([3, 1]), []
-    for start, stop, pad in ((0, 16, 0), (16, 17, 0), (17, 18, 0), (18, 34, 0), (34, 40, 2)):
+    full = jnp.asarray([[3, 9, 1, 15, 6], [2, 14, 4, 5, 11]])
+    got = []
+    for start, stop, pad, sliding, first in (
+        (0, 16, 0, [[6, 0], [1, 3]], 0),
+        (16, 17, 0, [[0, 7], [3, 4]], 1),
+        (17, 18, 0, [[0, 7], [3, 4]], 1),
+        (18, 34, 0, [[0, 7, 6, 2], [3, 4, 1, 5]], 1),
+        (34, 40, 2, [[6, 2], [1, 5]], 3),
+    ):
         positions = jnp.tile(jnp.arange(start, stop), (2, 1))
         x_BSD, cache = step(
             model,
             jnp.pad(rows[:, start:stop], ((0, 0), (0, pad))),
             jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1),
             cache,
-            slots_B=slots,
-            length=min(48, stop + 3),
+            Tables(full, jnp.asarray(sliding), jnp.asarray([first, first])),
         )
         assert np.isfinite(x_BSD).all()
         got.append(x_BSD[:, : stop - start])
     close(model.logits(jnp.concatenate(got, axis=1)), expected)
-    for untouched in (0, 2):
-        assert all((np.asarray(leaf[untouched]) == 7.0).all() for leaf in jax.tree.leaves(cache))
+    written = {True: set(range(8)), False: set(np.asarray(full).ravel().tolist())}
+    for i, layer in enumerate(cache.v):
+        others = sorted(set(range(layer.shape[0])) - written[model.config.is_sliding(i)])
+        assert others and (np.asarray(layer)[others] == 7.0).all()
 
 
-def test_slots_decode_at_their_own_positions():
+def test_rows_decode_at_their_own_positions():
     model = decoder()
     rows = ids(3, 30)
     expected = forward(model, rows)
     lengths = np.asarray([5, 29, 12])
-    cache = init_cache(model.config, 3, 32)
+    tables = own_pages(3, 32, 16)
+    cache = init_cache(model.config, 6, 16)
     fill = np.where(np.arange(29) < lengths[:, None], np.arange(29), -1)
-    _, cache = step(model, rows[:, :29], jnp.asarray(fill), cache)
-    x_BSD, cache = step(model, rows[np.arange(3), lengths][:, None], jnp.asarray(lengths[:, None]), cache)
+    _, cache = step(model, rows[:, :29], jnp.asarray(fill), cache, tables)
+    x_BSD, cache = step(model, rows[np.arange(3), lengths][:, None], jnp.asarray(lengths[:, None]), cache, tables)
     close(model.logits(x_BSD[:, 0]), expected[np.arange(3), lengths])
-    # A slot without a request rides along as padding.
+    # A row without a request rides along as padding.
     before = jax.tree.leaves(cache)
     positions = jnp.asarray([[6], [-1], [13]])
-    x_BSD, cache = step(model, rows[jnp.arange(3), jnp.asarray([6, 0, 13])][:, None], positions, cache)
+    x_BSD, cache = step(model, rows[jnp.arange(3), jnp.asarray([6, 0, 13])][:, None], positions, cache, tables)
     close(model.logits(x_BSD[0, 0]), expected[0, 6])
     close(model.logits(x_BSD[2, 0]), expected[2, 13])
-    assert all((a[1] == b[1]).all() for a, b in zip(before, jax.tree.leaves(cache), strict=True))
+    assert all((a[2:4] == b[2:4]).all() for a, b in zip(before, jax.tree.leaves(cache), strict=True))
 
 
 def test_the_cache_is_updated_in_place():
     model = decoder()
     graph, params = nnx.split(model)
 
-    def feed(params, ids_BS, positions_BS, cache):
-        return nnx.merge(graph, params).step(ids_BS, positions_BS, cache)[1]
+    def feed(params, ids_BS, positions_BS, cache, tables):
+        return nnx.merge(graph, params).step(ids_BS, positions_BS, cache, tables)[1]
 
     donating = jax.jit(feed, donate_argnums=3)
     cache = init_cache(model.config, 4, 64)
     held = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
-    cache = donating(params, ids(4, 1), jnp.zeros((4, 1), jnp.int32), cache)
+    cache = donating(params, ids(4, 1), jnp.zeros((4, 1), jnp.int32), cache, own_pages(4, 64, 64))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == held
 
 

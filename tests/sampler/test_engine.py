@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from north_jax.sampler.engine import Engine
+from north_jax.sampler.engine import PAGE_SIZE, Engine
 from north_jax.sampler.sampling import Sampling
 
 SLOTS, CONTEXT, EOS = 8, 128, 3
@@ -78,11 +78,11 @@ def step_by_step(engine, monkeypatch):
     permits = threading.Semaphore(0)
     decode = engine._decode_some
 
-    def gated():
+    def gated(ready):
         while not permits.acquire(timeout=0.005):
             if engine._messages:
                 return
-        decode()
+        decode(ready)
 
     monkeypatch.setattr(engine, "_decode_some", gated)
     return permits
@@ -177,8 +177,8 @@ def test_the_next_turn_computes_only_what_is_new(engine, forward, model):
     second_ids = ids + first.ids + prompt(15, seed=6)
     before = engine.stats().result()["prefill_tokens"]
     second = engine.submit("b", second_ids, greedy(20)).result()
-    assert second.cached_tokens == 59  # the last token drawn has no key and value yet
-    assert engine.stats().result()["prefill_tokens"] - before == len(second_ids) - 1 - 59
+    assert second.cached_tokens == 48  # whole pages of the 59 tokens that were computed
+    assert engine.stats().result()["prefill_tokens"] - before == len(second_ids) - 1 - 48
     np.testing.assert_allclose(second.logprobs, expected_logprobs(forward, model, second_ids, second.ids), atol=1e-5)
     engine.flush().result()
     assert engine.submit("c", second_ids, greedy(20)).result().ids == second.ids
@@ -189,8 +189,8 @@ def test_a_group_computes_its_prompt_once(engine, forward, model):
     before = engine.stats().result()["prefill_tokens"]
     group = [engine.submit(str(i), ids, Sampling(20, seed=i, ignore_eos=True)) for i in range(SLOTS)]
     results = [f.result() for f in group]
-    assert engine.stats().result()["prefill_tokens"] - before == 59
-    assert sorted(r.cached_tokens for r in results) == [0] + [59] * (SLOTS - 1)
+    assert engine.stats().result()["prefill_tokens"] - before == 59 + (SLOTS - 1) * (59 - 48)
+    assert sorted(r.cached_tokens for r in results) == [0] + [48] * (SLOTS - 1)
     for r in results:
         np.testing.assert_allclose(r.logprobs, expected_logprobs(forward, model, ids, r.ids), atol=1e-5)
 
@@ -203,7 +203,7 @@ def test_conversations_keep_their_prefix_beside_each_other(engine):
         results = [f.result() for f in [engine.submit(str(i), h, greedy(8)) for i, h in enumerate(histories)]]
         histories = [h + r.ids + prompt(5, seed=9) for h, r in zip(histories, results, strict=True)]
     results = [f.result() for f in [engine.submit(str(i), h, greedy(8)) for i, h in enumerate(histories)]]
-    assert [r.cached_tokens for r in results] == [len(h) - 6 for h in histories]
+    assert [r.cached_tokens for r in results] == [(len(h) - 6) // PAGE_SIZE * PAGE_SIZE for h in histories]
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -283,7 +283,7 @@ def test_abort_of_a_request_that_waits(engine):
 
 
 def test_abort_before_the_prompt_is_computed_blocks_nobody(engine, monkeypatch):
-    """Its slot knows ids that it has no keys for; a prompt that shares them must not wait for them."""
+    """A prompt that shares its first page must not wait for it."""
     ids = prompt(60, seed=12)
     monkeypatch.setattr(engine, "_prefill_some", lambda pending: time.sleep(0.005))
     first = engine.submit("a", ids, greedy(5))

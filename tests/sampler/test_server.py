@@ -21,6 +21,7 @@ from north_jax.sampler.client import SamplerClient, SamplerError, SamplerUnavail
 from north_jax.sampler.process import SamplerProcess
 from north_jax.weights import hf
 
+ROOT = pathlib.Path(__file__).parents[2]
 SLOTS, CONTEXT, EOS, VOCAB = 4, 64, 3, 97
 LONG = {"max_new_tokens": CONTEXT, "temperature": 0, "ignore_eos": True}
 
@@ -110,20 +111,6 @@ def test_generate_answers_as_sglang(server):
     }
 
 
-def test_logprobs_only_when_asked_for(server):
-    _, answer = generate(server, input_ids=[5], sampling_params={"max_new_tokens": 1})
-    assert "output_token_logprobs" not in answer["meta_info"]
-
-
-def test_a_stop_token_is_reported(server):
-    _, free = generate(server, input_ids=[5, 6], sampling_params=LONG)
-    stop = free["output_ids"][4]
-    params = {"max_new_tokens": 40, "temperature": 0, "stop_token_ids": [stop]}
-    _, answer = generate(server, input_ids=[5, 6], sampling_params=params)
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert answer["output_ids"][-1] == stop
-
-
 def test_batches_and_n_are_lists(server):
     params = {"max_new_tokens": 5, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
     _, batch = generate(server, input_ids=[[5, 6], [7]], sampling_params=params, rid=["a", "b"])
@@ -141,13 +128,16 @@ def test_batches_and_n_are_lists(server):
     ("body", "sentence"),
     [
         ({}, "input_ids is missing"),
-        ({"text": "hello"}, "takes input_ids only"),
+        ({"text": "hello"}, "no tokenizer, so the sampler takes input_ids only"),
+        ({"text": "hello", "input_ids": [5]}, "either text or input_ids"),
         ({"input_ids": []}, "non-empty"),
         ({"input_ids": [5] * CONTEXT}, "64 tokens leaves no room in the context of 64"),
         ({"input_ids": [5, VOCAB]}, "token id 97 in input_ids is outside the vocabulary of 97"),
         ({"input_ids": [[5], [VOCAB]]}, "token id 97"),
-        ({"input_ids": [5], "stream": True}, "stream=True is not implemented"),
-        ({"input_ids": [5], "return_routed_experts": True}, "return_routed_experts=True is not implemented"),
+        ({"input_ids": [5], "stream": 1}, "stream must be true or false"),
+        ({"input_ids": [5], "sampling_params": {"stop": "x"}}, "stop strings need a tokenizer"),
+        ({"input_ids": [5], "logprob_start_len": 0}, "logprob_start_len=0 is not implemented"),
+        ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num=2 is not implemented"),
         ({"input_ids": [5], "colour": 1}, "colour is not a field"),
         ({"input_ids": [5], "sampling_params": {"temprature": 1}}, "sampling_params.temprature is not a field"),
         ({"input_ids": [5], "sampling_params": {"regex": "a"}}, "sampling_params.regex='a' is not implemented"),
@@ -163,13 +153,28 @@ def test_bad_requests_are_refused_with_a_sentence(server, body, sentence):
     assert ask(server, "/ready")[0] == 200
 
 
-def test_a_body_that_is_not_json_is_refused(server):
-    request = urllib.request.Request(server + "/generate", data=b"{")
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(request)
-    with error.value as answer:
-        assert answer.code == 400
-        assert "not JSON" in answer.read().decode()
+def test_checksums_are_those_of_the_manifest_that_is_served(server, folders, tmp_path, make_model):
+    def of(folder):
+        return json.loads((folder / "north_manifest.json").read_text())["checksums"]
+
+    _, answer = ask(server, "/weights_checker", {"action": "checksum"})
+    assert (answer["success"], answer["weight_version"]) == (True, "v0")
+    assert answer["checksums"] == of(folders / "v0") != of(folders / "v1")
+    # It is the engine's weights that are summed, not the folder's: this one is gone by then.
+    gone = tmp_path / "gone"
+    shutil.copytree(folders / "v1", gone)
+    ask(server, "/update_weights_from_disk", {"model_path": str(gone), "weight_version": "n"})
+    shutil.rmtree(gone)
+    _, answer = ask(server, "/weights_checker", {"action": "checksum"})
+    assert (answer["checksums"], answer["weight_version"]) == (of(folders / "v1"), "n")
+    for body in ({}, {"action": "snapshot"}, {"action": "checksum", "colour": 1}):
+        assert ask(server, "/weights_checker", body)[0] == 400
+
+
+def test_without_a_tokenizer_chats_are_refused_by_name(server):
+    status, answer = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert status == 400 and "no tokenizer" in answer["error"]["message"]
+    assert ask(server, "/v1/models")[1]["data"][0]["id"] == "v0"
 
 
 def test_information(server, process, folders):
@@ -302,16 +307,6 @@ def test_client_generates(server):
         assert all(math.isfinite(p) and p <= 1e-3 for p in result.logprobs)
 
 
-def test_client_validates_before_it_sends():
-    async def run(ids):
-        async with client_of("http://127.0.0.1:9") as client:
-            await client.generate(ids, temperature=1.0, max_new_tokens=5)
-
-    for ids, sentence in (([], "does not fit"), ([5] * CONTEXT, "does not fit"), ([VOCAB], "vocabulary has 97")):
-        with pytest.raises(ValueError, match=sentence):
-            asyncio.run(run(ids))
-
-
 def test_client_updates_weights_and_reports_refusals(server, folders, tmp_path):
     async def run():
         async with client_of(server) as client:
@@ -428,3 +423,37 @@ def _runs(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_serve_job_answers_a_chat_and_drains(untrained, tmp_path):
+    """The README's command: real weights, real template; a signal lets the running request finish."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"checkpoint": untrained, "port": port, "slots": 2, "context": 99999, "drain_s": 60.0}
+    command = [sys.executable, "-m", "north_jax.main", "--config=configs/serve.py"]
+    command += [f"--config.{name}={value}" for name, value in settings.items()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as server:
+        try:
+            said = ""
+            while "OPENAI_BASE_URL" not in said:
+                line = server.stdout.readline()
+                assert line, said
+                said += line
+            url = f"http://127.0.0.1:{port}"
+            assert f"curl {url}/v1/chat/completions" in said and "slots of 512 tokens" in said
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "seed": 1}
+            status, answer = ask(url, "/v1/chat/completions", body)
+            assert status == 200
+            box = []
+            thread = threading.Thread(target=lambda: box.append(ask(url, "/v1/chat/completions", body)))
+            thread.start()
+            while not ask(url, "/server_info")[1]["open_requests"]:
+                time.sleep(0.005)
+            server.send_signal(signal.SIGTERM)
+            thread.join(60)
+            status, again = box[0]
+            assert status == 200 and again["choices"] == answer["choices"]
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
