@@ -5,6 +5,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 
+# Up to here, transposing the experts' matrices costs a CPU more than their products do: decoding, not training.
+FEW_TOKENS = 64
+
 
 def mlp(x: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
     """(silu(x gate) * (x up)) down."""
@@ -33,11 +36,14 @@ def route(logits_NE: jax.Array, chosen: int, selection: str, normalise: bool) ->
 def experts_dense(
     x_ND: jax.Array, weights_NE: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
 ) -> jax.Array:
-    """Σ_e weight_e · mlp_e(x) with every expert computed as one wide MLP. Exact; the cost grows with E, not with C."""
+    """Σ_e weight_e · mlp_e(x) with every expert computed. Exact; the cost grows with E, not with C."""
     E, D, F = gate_EDF.shape
-    # Flat products: as einsums over E and F they and their gradients miss XLA's fast path on the CPU.
-    gate_DQ, up_DQ = (w_EDF.transpose(1, 0, 2).reshape(D, E * F) for w_EDF in (gate_EDF, up_EDF))
-    hidden_NEF = (jax.nn.silu(x_ND @ gate_DQ) * (x_ND @ up_DQ)).reshape(-1, E, F)
+    if len(x_ND) <= FEW_TOKENS:  # a product an expert, on the matrices as they lie
+        x_END = jnp.broadcast_to(x_ND, (E, *x_ND.shape))
+        hidden_NEF = (jax.nn.silu(x_END @ gate_EDF) * (x_END @ up_EDF)).transpose(1, 0, 2)
+    else:  # flat products: as einsums over E and F they and their gradients miss XLA's fast path on the CPU
+        gate_DQ, up_DQ = (w_EDF.transpose(1, 0, 2).reshape(D, E * F) for w_EDF in (gate_EDF, up_EDF))
+        hidden_NEF = (jax.nn.silu(x_ND @ gate_DQ) * (x_ND @ up_DQ)).reshape(-1, E, F)
     hidden_NEF = hidden_NEF * weights_NE.astype(x_ND.dtype)[:, :, None]
     return hidden_NEF.reshape(-1, E * F) @ down_EFD.reshape(E * F, D)
 

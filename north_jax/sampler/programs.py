@@ -121,8 +121,8 @@ class Programs:
     def __init__(self, graph: nnx.GraphDef, params: Any, cache: Cache, rows: int, context: int, experts: bool):
         self.config: ModelConfig = nnx.merge(graph, params).config
         self._page_size = cache.page_size
-        # A quarter of the rows has its own decode program, for the tail of a wave.
-        self.rows = (max(1, rows // 4), rows) if rows > 1 else (rows,)
+        # One row has its own decode program, for a lone user; a quarter of the rows too, for the tail of a wave.
+        self.rows = tuple(sorted({1, max(1, rows // 4), rows}))
         self.prefill_shapes = tuple(shape for shape in PREFILL_SHAPES if shape[1] <= max(32, context))
         if context >= LONG_CONTEXT:
             self.prefill_shapes += (LONG_PREFILL,)
