@@ -1,6 +1,6 @@
 """Grouped-query attention under a mask; which keys a query sees is decided once per forward pass.
 
-Keys come as k_BGKT and values as v_BGTK, the order in which both products are plain matrix products per head.
+Keys and values come head by head, k_GBTK and v_GBTK.
 """
 
 import jax
@@ -10,21 +10,21 @@ import jax.numpy as jnp
 _HIDDEN = -1e30
 
 
-def attend(q_BSHK: jax.Array, k_BGKT: jax.Array, v_BGTK: jax.Array, mask_BST: jax.Array) -> jax.Array:
+def attend(q_BSHK: jax.Array, k_GBTK: jax.Array, v_GBTK: jax.Array, mask_BST: jax.Array) -> jax.Array:
     """softmax(q·k / sqrt(K)) v over the visible keys -> [B, S, H, K]; query head h reads key/value head h // (H / G).
 
     Scores and softmax are float32. `mask_BST` is True where a key is visible; its B may be 1.
     """
     B, S, H, K = q_BSHK.shape
-    G, T = k_BGKT.shape[1], k_BGKT.shape[3]
+    G, _, T, _ = k_GBTK.shape
     R = H // G
     # The R query heads of one key/value head are rows of one matrix: keys and values are never repeated.
-    q_BGMK = (q_BSHK * K**-0.5).reshape(B, S, G, R, K).transpose(0, 2, 3, 1, 4).reshape(B, G, R * S, K)
-    scores_BGMT = jnp.einsum("BGMK,BGKT->BGMT", q_BGMK, k_BGKT, preferred_element_type=jnp.float32)
-    scores_BGRST = jnp.where(mask_BST[:, None, None], scores_BGMT.reshape(B, G, R, S, T), _HIDDEN)
-    weights_BGMT = jax.nn.softmax(scores_BGRST, axis=-1).reshape(B, G, R * S, T).astype(v_BGTK.dtype)
-    out_BGMK = jnp.einsum("BGMT,BGTK->BGMK", weights_BGMT, v_BGTK)
-    return out_BGMK.reshape(B, G, R, S, K).transpose(0, 3, 1, 2, 4).reshape(B, S, H, K)
+    q_GBMK = (q_BSHK * K**-0.5).reshape(B, S, G, R, K).transpose(2, 0, 3, 1, 4).reshape(G, B, R * S, K)
+    scores_GBMT = jnp.einsum("GBMK,GBTK->GBMT", q_GBMK, k_GBTK, preferred_element_type=jnp.float32)
+    scores_GBRST = jnp.where(mask_BST[:, None], scores_GBMT.reshape(G, B, R, S, T), _HIDDEN)
+    weights_GBMT = jax.nn.softmax(scores_GBRST, axis=-1).reshape(G, B, R * S, T).astype(v_GBTK.dtype)
+    out_GBMK = jnp.einsum("GBMT,GBTK->GBMK", weights_GBMT, v_GBTK)
+    return out_GBMK.reshape(G, B, R, S, K).transpose(1, 3, 0, 2, 4).reshape(B, S, H, K)
 
 
 def row_masks(S: int, segment_ids_BS: jax.Array | None, window: int) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +62,7 @@ def attend_rows(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: j
         q_BSHK = merge(blocks(q_BSHK))
         k_BSGK, v_BSGK = merge(_with_previous(blocks(k_BSGK))), merge(_with_previous(blocks(v_BSGK)))
         mask = merge(jnp.broadcast_to(mask, (B, *mask.shape[1:])))
-    out = attend(q_BSHK, k_BSGK.transpose(0, 2, 3, 1), v_BSGK.transpose(0, 2, 1, 3), mask)
+    out = attend(q_BSHK, k_BSGK.transpose(2, 0, 1, 3), v_BSGK.transpose(2, 0, 1, 3), mask)
     return out.reshape(B, S, *out.shape[2:])
 
 

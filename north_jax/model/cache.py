@@ -16,7 +16,7 @@ from north_jax.model.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Per layer keys [X pages, G, K, P] and values [X, G, P, K]; the orders that attention multiplies.
+    """Per layer keys and values [G, X pages, P, K]: the pages of a head are gathered in whole pieces, in order.
 
     Nothing needs clearing when a page is used again: a query sees only tokens up to its own position, and those have
     been written by then.
@@ -54,8 +54,8 @@ def init_cache(
         for i in range(config.num_hidden_layers)
     ]
     return Cache(
-        k=tuple(jnp.zeros((X, G, K, P), dtype) for X in sizes),
-        v=tuple(jnp.zeros((X, G, P, K), dtype) for X in sizes),
+        k=tuple(jnp.zeros((G, X, P, K), dtype) for X in sizes),
+        v=tuple(jnp.zeros((G, X, P, K), dtype) for X in sizes),
     )
 
 
@@ -96,21 +96,18 @@ def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) 
     return full, view(tables.sliding_BW, tables.first_B, window)
 
 
-def write(
-    k_XGKP: jax.Array, v_XGPK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, view: View
-) -> tuple[jax.Array, jax.Array]:
-    """The pages of one layer with the new keys and values in their places; in place under donation."""
-    page_BS, offset_BS = view.page_BS, view.offset_BS
-    return (
-        k_XGKP.at[page_BS, :, :, offset_BS].set(k_BSGK.astype(k_XGKP.dtype), mode="drop"),
-        v_XGPK.at[page_BS, :, offset_BS].set(v_BSGK.astype(v_XGPK.dtype), mode="drop"),
-    )
+def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View) -> jax.Array:
+    """The pages of one layer with the new keys, or values, in their places; in place under donation."""
+    new_GBSK = new_BSGK.transpose(2, 0, 1, 3).astype(pages_GXPK.dtype)
+    return pages_GXPK.at[:, view.page_BS, view.offset_BS].set(new_GBSK, mode="drop")
 
 
-def attend(q_BSHK: jax.Array, k_XGKP: jax.Array, v_XGPK: jax.Array, view: View) -> jax.Array:
+def attend(q_BSHK: jax.Array, k_GXPK: jax.Array, v_GXPK: jax.Array, view: View) -> jax.Array:
     """Attention of every row over what it sees of its pages -> [B, S, H, K]."""
-    B, W = view.table_BW.shape
-    _, G, K, P = k_XGKP.shape
-    k_BGKT = k_XGKP[view.table_BW].transpose(0, 2, 3, 1, 4).reshape(B, G, K, W * P).astype(q_BSHK.dtype)
-    v_BGTK = v_XGPK[view.table_BW].transpose(0, 2, 1, 3, 4).reshape(B, G, W * P, K).astype(q_BSHK.dtype)
-    return attention.attend(q_BSHK, k_BGKT, v_BGTK, view.mask_BST)
+
+    def gather(pages_GXPK: jax.Array) -> jax.Array:
+        G, _, P, K = pages_GXPK.shape
+        B, W = view.table_BW.shape
+        return pages_GXPK[:, view.table_BW].reshape(G, B, W * P, K).astype(q_BSHK.dtype)
+
+    return attention.attend(q_BSHK, gather(k_GXPK), gather(v_GXPK), view.mask_BST)

@@ -196,10 +196,9 @@ class Decoder(nnx.Module):
 
         def attend(layer: Attention, q, k, v):
             i, view = len(new_k), sliding if layer.sliding else full
-            k_XGKP, v_XGPK = kv.write(cache.k[i], cache.v[i], k, v, view)
-            new_k.append(k_XGKP)
-            new_v.append(v_XGPK)
-            return kv.attend(q, k_XGKP, v_XGPK, view)
+            new_k.append(kv.write(cache.k[i], k, view))
+            new_v.append(kv.write(cache.v[i], v, view))
+            return kv.attend(q, new_k[i], new_v[i], view)
 
         x_BSD = self._blocks(ids_BS, positions_BS, attend, trace)
         return x_BSD, Cache(k=tuple(new_k), v=tuple(new_v))

@@ -154,7 +154,7 @@ class Engine:
         pages, sliding_pages = self._page_counts
         cache = init_cache(self.config, pages, PAGE_SIZE, sliding_pages=sliding_pages, dtype=dtype or self.dtype)
         if self.mesh is not None:
-            cache = jax.device_put(cache, NamedSharding(self.mesh, PartitionSpec(None, *spec(("kv_heads",)))))
+            cache = jax.device_put(cache, NamedSharding(self.mesh, PartitionSpec(*spec(("kv_heads",)))))
         return cache
 
     # --- any thread ---

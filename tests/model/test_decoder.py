@@ -148,8 +148,8 @@ def test_cached_chunks_in_scattered_pages_equal_one_pass():
     close(model.logits(jnp.concatenate(got, axis=1)), expected)
     written = {True: set(range(8)), False: set(np.asarray(full).ravel().tolist())}
     for i, layer in enumerate(cache.v):
-        others = sorted(set(range(layer.shape[0])) - written[model.config.is_sliding(i)])
-        assert others and (np.asarray(layer)[others] == 7.0).all()
+        others = sorted(set(range(layer.shape[1])) - written[model.config.is_sliding(i)])
+        assert others and (np.asarray(layer)[:, others] == 7.0).all()
 
 
 def test_rows_decode_at_their_own_positions():

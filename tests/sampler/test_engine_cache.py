@@ -73,7 +73,7 @@ def test_sliding_layers_hold_a_window_per_request(make_model, tiny_config):
     """At 512 tokens of context a sliding layer has a third of a full layer's pages, whatever the requests do."""
     model = Decoder(tiny_config, rngs=nnx.Rngs(0))
     engine = Engine(model, slots=8, context=512, version="v0")
-    sliding = {bool(tiny_config.is_sliding(i)): k.shape[0] for i, k in enumerate(engine._cache.k)}
+    sliding = {bool(tiny_config.is_sliding(i)): k.shape[1] for i, k in enumerate(engine._cache.k)}
     window = tiny_config.window
     assert sliding[False] == 8 * 512 // PAGE_SIZE + 8
     assert sliding[True] <= 8 * ((window + 128) // PAGE_SIZE + 3)
@@ -156,5 +156,5 @@ def test_a_model_on_a_mesh_is_sampled_there(run, tiny_config, sizes):
     result = engine.submit("a", *(job := ([5, 6, 7], Sampling(12, 0.0, ignore_eos=True)))).result()
     engine.stop()
     same(other, [job], [result])
-    heads = {shard.data.shape[1] for shard in engine._cache.k[0].addressable_shards}
+    heads = {shard.data.shape[0] for shard in engine._cache.k[0].addressable_shards}
     assert heads == {2 // sizes.get("tensor", 1)}
