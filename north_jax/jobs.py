@@ -34,7 +34,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
 
 def _serve(config: ConfigDict) -> None:
     """Serves config.checkpoint until told to stop."""
-    from north_jax.sampler.server import KEY_VARIABLE, serve
+    from north_jax.sampler.server import serve
 
     if not config.checkpoint:
         raise ValueError("nothing to serve; give a Hugging Face folder as --config.checkpoint=DIR")
@@ -46,7 +46,6 @@ def _serve(config: ConfigDict) -> None:
         config.context,
         queue=config.queue,
         drain_s=config.drain_s,
-        api_key=os.environ.get(KEY_VARIABLE),
         allow_anyone=config.allow_anyone,
         interactive=True,
         **config.engine,

@@ -198,10 +198,9 @@ def machine_limits(nbytes: int) -> tuple[float, float]:
     return a_FD.nbytes / best(lambda: a_FD @ x_D, 20), 2 * 2048**3 / best(lambda: square @ square, 5)
 
 
-def step_work(config: ModelConfig, rows: int) -> tuple[float, float]:
+def step_work(model: Decoder, rows: int) -> tuple[float, float]:
     """(bytes, operations) that a decode step of `rows` rows cannot do without, routing taken as even."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    total, active = parameter_counts(abstract)
+    config, (total, active) = model.config, parameter_counts(model)
     expert = 3 * config.hidden_size * config.intermediate_size
     E, C, L = config.num_experts, config.num_experts_per_tok, config.num_hidden_layers
     L -= config.first_k_dense_replace
@@ -241,7 +240,7 @@ def bench_sampler(folder: pathlib.Path, sizes: Sequence[str], rounds: int) -> No
         print(f"{'rows':>4s}" + "".join(f"{name:>14s}" for name in names) + f"{'ratio':>8s}{'of limit':>10s}")
         for rows in ROWS:
             speed = {name: rows * NEW / statistics.median(seconds[name, rows]) for name in names}
-            read, operations = step_work(config, rows)
+            read, operations = step_work(model, rows)
             limit = rows / max(read / bandwidth, operations / arithmetic)
             print(
                 f"{rows:4d}"

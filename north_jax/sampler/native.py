@@ -181,8 +181,7 @@ class Native:
             answer["prompt_token_ids"] = ticket.job.ids
         answer["meta_info"] = meta = meta_info(result)
         if wanted.logprobs:
-            pairs = zip(result.logprobs, result.ids, strict=True)
-            meta["output_token_logprobs"] = [[finite(p), i, None] for p, i in pairs]
+            meta["output_token_logprobs"] = logprob_triples(result)
             meta["output_token_logprobs_length"] = len(result.ids)
         if wanted.experts_from is not None and result.finish is not None:
             chosen = result.experts[wanted.experts_from :]
@@ -198,9 +197,9 @@ class Native:
         """
         body = await read_body(request)
         path, version = body.pop("model_path", None), body.pop("weight_version", None)
-        flush, abort_all = body.pop("flush_cache", True), body.pop("abort_all_requests", False)
-        if not isinstance(path, str) or not isinstance(flush, bool) or not isinstance(abort_all, bool):
-            raise ValueError("update needs model_path (text); flush_cache and abort_all_requests are true or false")
+        flush, abort_all = flag(body, "flush_cache", True), flag(body, "abort_all_requests")
+        if not isinstance(path, str):
+            raise ValueError("update needs model_path (text)")
         refuse_unless_neutral(body, _NEUTRAL_UPDATE)
         async with self._updating:
             try:
@@ -250,11 +249,11 @@ class Native:
     async def abort_request(self, request: Request) -> Response:
         """POST: `rid`, or `abort_all` true. The aborted /generate answers 200 with the tokens it has."""
         body = await read_body(request)
-        rid, abort_all = body.pop("rid", None), body.pop("abort_all", False)
+        rid, abort_all = body.pop("rid", None), flag(body, "abort_all")
         refuse_unless_neutral(body, {"abort_message": (None,)})
-        if abort_all is not True and (not isinstance(rid, str) or not rid):
+        if not abort_all and (not isinstance(rid, str) or not rid):
             raise ValueError("abort needs rid (text), or abort_all true")
-        await asyncio.wrap_future(self.engine.abort(None if abort_all is True else rid))
+        await asyncio.wrap_future(self.engine.abort(None if abort_all else rid))
         return Response(status_code=200)
 
     async def flush_cache(self, request: Request) -> Response:
@@ -338,6 +337,11 @@ def meta_info(result: Result) -> dict[str, Any]:
 def finite(logprob: float) -> float | None:
     """The log-probability as JSON can hold it: weights that are no numbers give null, as SGLang answers it."""
     return logprob if math.isfinite(logprob) else None
+
+
+def logprob_triples(result: Result) -> list[list]:
+    """[log-probability, id, None] of each token: `output_token_logprobs`."""
+    return [[finite(p), i, None] for p, i in zip(result.logprobs, result.ids, strict=True)]
 
 
 def _texts(text: Any) -> tuple[Sequence[str], bool]:

@@ -21,7 +21,7 @@ from north_jax.chat.stream import Piece, StreamReader
 from north_jax.sampler.engine import Result
 from north_jax.sampler.http import EventStream, Refusal, answered, openai_error, read_body
 from north_jax.sampler.intake import Intake, Ticket, finished, updates
-from north_jax.sampler.native import Native, finite, meta_info
+from north_jax.sampler.native import Native, finite, logprob_triples, meta_info
 from north_jax.sampler.openai_request import Asked, read_chat, read_completion
 
 
@@ -95,8 +95,7 @@ class OpenAI:
         finally:
             self.intake.close(tickets)
         body = about | {"choices": [choice.whole() for choice in choices], "usage": _usage(choices, asked.n)}
-        spans = [meta_info(ticket.result)["weight_versions"] for ticket in tickets]
-        body["metadata"] = {"weight_versions": spans[0] if len(spans) == 1 else spans}
+        body["metadata"] = _metadata(tickets)
         if asked.prompt_ids or asked.token_ids:
             body["prompt_token_ids"] = tickets[0].job.ids
         return JSONResponse(body)
@@ -112,9 +111,8 @@ class OpenAI:
         async for index, ticket in updates([choice.ticket for choice in choices]):
             for chunk in choices[index].chunks(ticket.result):
                 yield event([chunk])
-        spans = [meta_info(choice.ticket.result)["weight_versions"] for choice in choices]
         if asked.usage:
-            metadata = {"weight_versions": spans[0] if len(spans) == 1 else spans}
+            metadata = _metadata([choice.ticket for choice in choices])
             yield event([], usage=_usage(choices, asked.n), metadata=metadata)
 
 
@@ -136,9 +134,7 @@ class _Choice:
         if self.asked.token_ids:
             fields["token_ids"] = fields["response_token_ids"] = result.ids[start:]
         if self.asked.meta_info and result.finish is not None:
-            pairs = zip(result.logprobs, result.ids, strict=True)
-            triples = [[finite(p), i, None] for p, i in pairs]
-            fields["meta_info"] = meta_info(result) | {"output_token_logprobs": triples}
+            fields["meta_info"] = meta_info(result) | {"output_token_logprobs": logprob_triples(result)}
         return fields
 
     def spelt(self, result: Result, start: int) -> list[tuple[bytes, float | None]]:
@@ -297,6 +293,11 @@ def _reason(result: Result, calls: bool) -> str:
     """OpenAI's finish_reason; "abort" for a request that was ended from outside, as SGLang says it."""
     kind = result.finish[0]
     return "tool_calls" if kind == "stop" and calls else kind
+
+
+def _metadata(tickets: list[Ticket]) -> dict[str, Any]:
+    spans = [meta_info(ticket.result)["weight_versions"] for ticket in tickets]
+    return {"weight_versions": spans[0] if len(spans) == 1 else spans}
 
 
 def _usage(choices: list, n: int) -> dict[str, Any]:
