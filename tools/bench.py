@@ -10,8 +10,9 @@ resident memory of the converting process. Wants three times the slice's size in
 
 sampler: tokens/s of the embedded server, of transformers' `generate` and, where `make sglang` was run, of SGLang's
 server, on one random model, float32, greedy, 32 prompt tokens and 128 new ones in each of 1, 8 and 32 rows; they take
-turns, and medians over the rounds count. "of limit" is the embedded server's share of what this machine's memory
-bandwidth (each matrix that is needed read once a step) and arithmetic would allow, both measured in the same run.
+turns, each while the others are stopped (SGLang's idle loop takes a core), and medians over the rounds count. "of
+limit" is the embedded server's share of what this machine's memory bandwidth (each matrix that is needed read once a
+step) and arithmetic would allow, both measured in the same run.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import multiprocessing
 import os
 import pathlib
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -222,16 +224,23 @@ def bench_sampler(folder: pathlib.Path, sizes: Sequence[str], rounds: int) -> No
         try:
             for server in servers.values():
                 server.start()
+                os.killpg(server.pid, signal.SIGSTOP)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
                 for turn in range(rounds + 1):  # the first one warms up
                     for rows in ROWS:
                         ids = prompts(config, rows)
-                        found = {kind: time_server(server.url, ids) for kind, server in servers.items()}
+                        found = {}
+                        for kind, server in servers.items():
+                            os.killpg(server.pid, signal.SIGCONT)
+                            found[kind] = time_server(server.url, ids)
+                            os.killpg(server.pid, signal.SIGSTOP)
                         found["transformers"] = other.submit(time_transformers, path, ids).result()
                         for name, value in found.items():
                             seconds.setdefault((name, rows), []).extend([value] if turn else [])
         finally:
             for server in servers.values():
+                if server.alive:
+                    os.killpg(server.pid, signal.SIGCONT)
                 server.stop()
         nbytes = 4 * parameter_counts(model)[0]
         bandwidth, arithmetic = machine_limits(nbytes)

@@ -446,11 +446,12 @@ class Engine:
         self._counters["prefill_seconds"] += time.monotonic() - started
 
     def _decode_some(self, ready: list[_Request]) -> None:
-        """Up to DECODE_STEPS tokens for every request that is ready."""
+        """Up to DECODE_STEPS tokens for every request that is ready, half as many while others wait for a row."""
         started = time.monotonic()
+        most = DECODE_STEPS // 2 if self._waiting else DECODE_STEPS
 
         def steps(request: _Request) -> int:
-            return min(DECODE_STEPS, request.sampling.max_new_tokens - len(request.logprobs))
+            return min(most, request.sampling.max_new_tokens - len(request.logprobs))
 
         ready = self._with_room(ready, steps)
         count = next(n for n in self._programs.rows if n >= len(ready))
@@ -470,7 +471,7 @@ class Engine:
             rows["min_p_B"][row] = sampling.min_p
             rows["stop_BZ"][row, : len(request.stop_ids)] = list(request.stop_ids)
             self._fill_tables(tables, row, request.held)
-        self._cache, *drawn = self._programs.decode(self._params, self._cache, rows, tables, length, DECODE_STEPS)
+        self._cache, *drawn = self._programs.decode(self._params, self._cache, rows, tables, length, most)
         ids_SB, logprobs_SB, experts_SBLC = (None if x is None else np.asarray(x) for x in drawn)
         self._counters["decode_steps"] += int((ids_SB >= 0).any(axis=1).sum())
         self._counters["decode_seconds"] += time.monotonic() - started

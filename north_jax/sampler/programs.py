@@ -21,8 +21,9 @@ from north_jax.sampler.sampling import MAX_STOP_IDS, sample, token_uniforms
 # pieces of long documents where the context has room for them.
 PREFILL_SHAPES = ((2, 32), (8, 32), (8, 128))
 LONG_CONTEXT, LONG_PREFILL = 4096, (2, 1024)
-# Decode steps between two looks at the queue. More steps cost fewer host round trips but leave finished rows idle.
-DECODE_STEPS = 4
+# Decode steps between two looks at the queue, at most. More steps cost fewer host round trips but leave finished rows
+# idle: the engine takes half as many while requests wait for a row.
+DECODE_STEPS = 8
 # Attending to fewer tokens than this is not worth a program of its own.
 MIN_LENGTH = 64
 

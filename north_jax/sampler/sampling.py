@@ -143,7 +143,9 @@ def sample(
     kept_BV = jax.lax.cond(
         truncated, lambda: _truncate(weight_BV, total_B, top_p_B, top_k_B, min_p_B), lambda: weight_BV
     )
-    token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), _inverse_cdf(kept_BV, uniform_B)).astype(jnp.int32)
+    likeliest_B = jnp.argmax(scaled_BV, axis=-1)
+    drawn_B = jax.lax.cond(jnp.all(greedy_B), lambda: likeliest_B, lambda: _inverse_cdf(kept_BV, uniform_B))
+    token_B = jnp.where(greedy_B, likeliest_B, drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - peak_B1[:, 0] - jnp.log(total_B)
 

@@ -1,0 +1,94 @@
+"""Compiling for chips that are not here, with their real compilers: libtpu for TPUs, jax's CUDA plugin for Hopper.
+
+Both come with `pip install north_jax[aot]` and need no hardware. What compiles here is known to compile there and to
+fit its VMEM or shared memory; nothing is known about its time.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Read by libtpu when it is first loaded: no metadata server is asked, several processes may compile at once.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+# Sizes from NVIDIA's H100 and H200 data sheets and CUDA's programming guide (compute capability 9.0).
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA" runtime_version {{ major: 13 }} dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one device of a chip offers: bf16 operations/s, bytes of memory and bytes/s of it, from its data sheet.
+
+    fast_memory: bytes of VMEM of a TPU core, or of shared memory that a block of threads may have. A TPU7x chip is two
+    devices.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    flops: float
+    memory: float
+    bandwidth: float
+    fast_memory: int
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", "tpu", "v5e:2x2", 197e12, 16 * 2**30, 819e9, 128 * 2**20),
+        Chip("v5p", "tpu", "v5p:2x2x1", 459e12, 95 * 2**30, 2765e9, 64 * 2**20),
+        Chip("v6e", "tpu", "v6e:2x2", 918e12, 32 * 2**30, 1640e9, 128 * 2**20),
+        Chip("tpu7x", "tpu", "tpu7x:2x2x1", 1153.5e12, 96 * 2**30, 3690e9, 64 * 2**20),
+        Chip("h100", "cuda", "1x1x1", 989e12, 80e9, 3350e9, 232448),
+        Chip("h200", "cuda", "1x1x1", 989e12, 141e9, 4800e9, 232448),
+    )
+}
+
+
+@functools.cache
+def devices(chip: str) -> tuple[jax.Device, ...]:
+    """The devices of the smallest topology of a chip. Errors: RuntimeError where its compiler is not installed."""
+    described = CHIPS[chip]
+    if described.platform == "tpu":
+        options = {"topology_name": described.topology}
+    else:
+        config = _HOPPER.format(name=chip, bandwidth=int(described.bandwidth), memory=int(described.memory))
+        options = {"topology_name": chip, "target_config": config, "topology": described.topology}
+    try:
+        return tuple(topologies.get_topology_desc(platform=described.platform, **options).devices)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"no compiler for {chip}: pip install 'north_jax[aot]' ({error})") from error
+
+
+def compile_for(chip: str, function: Callable, *arguments, **compiler_options) -> jax.stages.Compiled:
+    """`function` compiled for one device of `chip`; arguments are arrays or ShapeDtypeStructs.
+
+    Errors: the compiler's own, for example where a kernel's blocks exceed VMEM or shared memory.
+    """
+    mesh = Mesh(np.array(devices(chip)[:1]), ("device",))
+    placed = NamedSharding(mesh, PartitionSpec())
+
+    def described(x) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function).lower(*jax.tree.map(described, arguments))
+        return lowered.compile(compiler_options=compiler_options or None)
