@@ -37,6 +37,11 @@ def schedule(sizes_E: jax.Array, P: int, rows: int, *, empty: bool) -> tuple[jax
     return tuple(x.astype(jnp.int32) for x in (group_G, tile_G, low_G, high_G))
 
 
+def first_row(low: jax.Array, unit: int) -> jax.Array:
+    """The first row of the unit that holds row `low`."""
+    return low & -unit
+
+
 def computed_rows(low: jax.Array, high: jax.Array, unit: int) -> jax.Array:
-    """The rows that a visit multiplies: its own, from the unit that holds the first to the one that holds the last."""
-    return jnp.where(high > low, pl.cdiv(high, unit) * unit - low // unit * unit, 0)
+    """The rows that a visit multiplies: its own, low to high, and what else their first and last units hold."""
+    return jnp.where(high > low, first_row(high + unit - 1, unit) - first_row(low, unit), 0)

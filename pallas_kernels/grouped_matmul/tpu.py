@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.schedule import computed_rows, schedule, unit_rows
+from pallas_kernels.grouped_matmul.schedule import computed_rows, first_row, schedule, unit_rows
 
 # Of the 64 MiB of a v5p or TPU7x core. The 16 MiB that a kernel has unasked hold no float32 sum of a whole matrix.
 VMEM_BYTES = 48 * 2**20
@@ -45,8 +45,8 @@ TILES = {
 def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, work: Callable) -> None:
     """work(start, size) over the units that hold rows low to high: whole pieces, then each smaller power of two."""
     sizes = [unit << bit for bit in reversed(range(16)) if unit << bit <= min(piece, rows)]
-    start, count = low // unit * unit, computed_rows(low, high, unit)
-    whole = count // sizes[0]
+    start, count = first_row(low, unit), computed_rows(low, high, unit)
+    whole = jax.lax.div(count, sizes[0])  # not //, whose sign has a lowering that asks for the chip
     jax.lax.fori_loop(0, whole, lambda i, _: work(pl.multiple_of(start + i * sizes[0], unit), sizes[0]), None)
     start += whole * sizes[0]
     for size in sizes[1:]:
@@ -67,9 +67,16 @@ def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Ar
     return jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _cut(x: jax.Array, width: int, tiles: Tiles | None) -> tuple[int, int, int, int]:
+def _tiles(tiles: Tiles | None, arrays: Sequence[jax.Array]) -> Tiles:
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) > 1 or not dtypes <= TILES.keys():
+        names = sorted(str(dtype) for dtype in dtypes)
+        raise ValueError(f"grouped_matmul: operands are {names}; backend 'tpu' wants all bfloat16 or all float32")
+    return tiles or TILES[arrays[0].dtype]
+
+
+def _cut(x: jax.Array, width: int, tiles: Tiles) -> tuple[int, int, int, int]:
     """Rows of a tile, rows of a unit, and columns and number of the blocks that share `width` evenly."""
-    tiles = tiles or TILES[x.dtype]
     unit = unit_rows(x.dtype)
     blocks = pl.cdiv(width, tiles.columns)
     columns = width if blocks == 1 else pl.cdiv(width, blocks * 128) * 128
@@ -105,14 +112,14 @@ def _rows_by_matrices(
     outputs: int,
     tiles: Tiles | None,
     exponentials: int = 0,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Arrays [P, width] of combine(rows, matrices of the rows' group); rows that belong to no group are zero.
 
     `width` is the last dimension of the matrices, [E, K, width], or `transposed` the one before it, [E, width, K].
     """
     (P, K), width = rows_in[0].shape, matrices[0].shape[1 if transposed else 2]
+    tiles = _tiles(tiles, (*rows_in, *matrices))
     rows, unit, columns, blocks = _cut(rows_in[0], width, tiles)
-    piece = (tiles or TILES[rows_in[0].dtype]).piece
 
     def kernel(group_G, tile_G, low_G, high_G, *refs):
         ins, mats, outs = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
@@ -131,7 +138,7 @@ def _rows_by_matrices(
                 # The other rows are zero, or a group's that came before.
                 out[window, :] = jnp.where(own, value, out[window, :].astype(jnp.float32)).astype(out.dtype)
 
-        _each_piece(low, high, rows, unit, piece, work)
+        _each_piece(low, high, rows, unit, tiles.piece, work)
 
     if transposed:
         matrix_spec = pl.BlockSpec((None, columns, K), lambda c, g, group_G, *_: (group_G[g], c, 0))
@@ -160,11 +167,11 @@ def _rows_by_rows(
     outputs: int,
     tiles: Tiles | None,
     exponentials: int = 0,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Arrays [E, D, width] of Σ_p x_PD[p]ᵀ y[p] over each group's rows, y one of combine(rows); zero without rows."""
     (P, D), width, E = x_PD.shape, rows_in[0].shape[1], len(sizes_E)
+    tiles = _tiles(tiles, (x_PD, *rows_in))
     rows, unit, columns, blocks = _cut(x_PD, width, tiles)
-    piece = (tiles or TILES[x_PD.dtype]).piece
 
     def kernel(group_G, tile_G, low_G, high_G, x_ref, *refs):
         ins, outs, sums = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
@@ -189,7 +196,7 @@ def _rows_by_rows(
             for total, value in zip(sums, combine([y[window, :] for y in ins]), strict=True):
                 total[...] += _dot(x, own(value), (0, 0))
 
-        _each_piece(low, high, rows, unit, piece, work)
+        _each_piece(low, high, rows, unit, tiles.piece, work)
 
         @pl.when((step == last) | (group_G[step] != group_G[jnp.minimum(step + 1, last)]))
         def _():
@@ -232,6 +239,13 @@ def tgmm(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles: Tiles |
     return out_EDF
 
 
+def gradients(
+    x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, d_PF: jax.Array, *, tiles: Tiles | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients in x and w of gmm, from that in its result."""
+    return gmm(d_PF, w_EDF, sizes_E, transposed=True, tiles=tiles), tgmm(x_PD, d_PF, sizes_E, tiles=tiles)
+
+
 def gated(
     x_PD: jax.Array,
     gate_EDF: jax.Array,
@@ -240,8 +254,8 @@ def gated(
     *,
     save: bool,
     tiles: Tiles | None = None,
-) -> list[jax.Array]:
-    """[silu(a) b], a = x gate, b = x up, all [P, F]; with `save` also a and b, rounded to x's dtype."""
+) -> tuple[jax.Array, ...]:
+    """(silu(a) b,), a = x gate, b = x up, all [P, F]; with `save` also a and b, rounded to x's dtype."""
 
     def combine(rows, mats):
         a, b = (_dot(rows[0], m[...], (1, 0)) for m in mats)
@@ -260,7 +274,7 @@ def gated(
     )
 
 
-def _gated_slopes(rows: Sequence[jax.Array]) -> list[jax.Array]:
+def gated_slopes(rows: Sequence[jax.Array]) -> list[jax.Array]:
     """From dhidden, a and b: the gradients in a and in b."""
     d, a, b = (x.astype(jnp.float32) for x in rows)
     s = jax.nn.sigmoid(a)
@@ -281,7 +295,7 @@ def gated_gradients(
     """The gradients in x, gate and up. Both kernels make those in a and b from d, a and b, and never write them."""
 
     def combine(rows, mats):
-        da, db = _gated_slopes(rows)
+        da, db = gated_slopes(rows)
         return [_dot(da, mats[0][...], (1, 1)) + _dot(db, mats[1][...], (1, 1))]
 
     rows_in, exponentials = [d_PF, a_PF, b_PF], d_PF.size
@@ -296,34 +310,31 @@ def gated_gradients(
         exponentials=exponentials,
     )
     dgate_EDF, dup_EDF = _rows_by_rows(
-        _gated_slopes, x_PD, rows_in, sizes_E, outputs=2, tiles=tiles, exponentials=exponentials
+        gated_slopes, x_PD, rows_in, sizes_E, outputs=2, tiles=tiles, exponentials=exponentials
     )
     return dx_PD, dgate_EDF, dup_EDF
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles | None = None) -> jax.Array:
-    """See `api.grouped_matmul`. bfloat16 or float32, sums in float32; `tiles` for all its kernels, else TILES."""
+    """See `api.grouped_matmul`. Sums in float32; `tiles` for all its kernels, else TILES.
+
+    Raises ValueError unless rows and matrices are all bfloat16 or all float32.
+    """
     return gmm(x_PD, w_EDF, sizes_E, tiles=tiles)
 
 
-def _forward(x_PD, w_EDF, sizes_E, tiles):
-    return gmm(x_PD, w_EDF, sizes_E, tiles=tiles), (x_PD, w_EDF, sizes_E)
-
-
-def _backward(tiles, saved, d_PF):
-    x_PD, w_EDF, sizes_E = saved
-    return gmm(d_PF, w_EDF, sizes_E, transposed=True, tiles=tiles), tgmm(x_PD, d_PF, sizes_E, tiles=tiles), None
-
-
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(
+    lambda x_PD, w_EDF, sizes_E, tiles: (gmm(x_PD, w_EDF, sizes_E, tiles=tiles), (x_PD, w_EDF, sizes_E)),
+    lambda tiles, saved, d_PF: (*gradients(*saved, d_PF, tiles=tiles), None),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def gated_grouped_matmul(
     x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles | None = None
 ) -> jax.Array:
-    """See `api.gated_grouped_matmul`; `tiles` as in `grouped_matmul`.
+    """See `api.gated_grouped_matmul`; `tiles` and errors as in `grouped_matmul`.
 
     Differentiated, it saves a = x gate and b = x up instead of multiplying again: under a checkpoint of the layer
     they live for one layer, and to write and read them (4 P F numbers) costs less than two products a second time.
@@ -336,9 +347,6 @@ def _gated_forward(x_PD, gate_EDF, up_EDF, sizes_E, tiles):
     return hidden_PF, (x_PD, gate_EDF, up_EDF, sizes_E, a_PF, b_PF)
 
 
-def _gated_backward(tiles, saved, d_PF):
-    dx_PD, dgate_EDF, dup_EDF = gated_gradients(*saved, d_PF, tiles=tiles)
-    return dx_PD, dgate_EDF, dup_EDF, None
-
-
-gated_grouped_matmul.defvjp(_gated_forward, _gated_backward)
+gated_grouped_matmul.defvjp(
+    _gated_forward, lambda tiles, saved, d_PF: (*gated_gradients(*saved, d_PF, tiles=tiles), None)
+)
