@@ -24,34 +24,51 @@ VMEM_BYTES = 48 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows of a tile (a multiple of 16), the most columns of a block, and the most rows of one product.
+    """Rows of a tile (a multiple of 16), the most columns of a block (all, or a multiple of 128), rows of a product.
 
-    `piece` is 16 times a power of two. The columns of a block are all, or a multiple of 128.
+    `piece` rows by a matrix, `depth` rows by rows; both 16 times a power of two.
     """
 
     rows: int
     columns: int
     piece: int
+    depth: int
 
 
 # In bfloat16 North's whole matrices fit, so rows and matrices are read once. In float32 a part of them does.
 # The two cores of a v5p device share the blocks of columns: give it half the width, at a second reading of the rows.
+# A product of rows by rows takes nearly as long for 16 as for 256 (in the compiler's schedule for v6e 1,700 and 2,000
+# bundles: all of the sum is read and written), so its rest is one product, though up to half of that is nothing.
 TILES = {
-    jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128),
-    jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128),
+    jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128, depth=256),
+    jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128, depth=128),
 }
 
 
-def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, work: Callable) -> None:
-    """work(start, size) over the units that hold rows low to high: whole pieces, then each smaller power of two."""
-    sizes = [unit << bit for bit in reversed(range(16)) if unit << bit <= min(piece, rows)]
+def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, exact: bool, work: Callable) -> None:
+    """work(start, size, first) so that rows low to high of a tile each lie once in first to high of a piece.
+
+    Whole pieces, then the rest: `exact`, a piece for each power of two in it, else one of the next power of two.
+    """
+    sizes = [unit << bit for bit in range(16) if unit << bit <= min(piece, rows)]
     start, count = first_row(low, unit), computed_rows(low, high, unit)
-    whole = jax.lax.div(count, sizes[0])  # not //, whose sign has a lowering that asks for the chip
-    jax.lax.fori_loop(0, whole, lambda i, _: work(pl.multiple_of(start + i * sizes[0], unit), sizes[0]), None)
-    start += whole * sizes[0]
-    for size in sizes[1:]:
-        pl.when((count & size) != 0)(functools.partial(work, pl.multiple_of(start, unit), size))
-        start += count & size
+    whole = jax.lax.div(count, sizes[-1])  # not //, whose sign has a lowering that asks for the chip
+
+    def whole_piece(i, _):
+        first = pl.multiple_of(start + i * sizes[-1], unit)
+        work(first, sizes[-1], jnp.maximum(first, low))
+
+    jax.lax.fori_loop(0, whole, whole_piece, None)
+    start += whole * sizes[-1]
+    rest = count - whole * sizes[-1]
+    if exact:
+        for size in reversed(sizes[:-1]):
+            pl.when((rest & size) != 0)(functools.partial(work, pl.multiple_of(start, unit), size, low))
+            start += rest & size
+    else:
+        for less, size in zip([0, *sizes], sizes, strict=False):
+            inside = pl.multiple_of(jnp.minimum(start, rows - size), unit)  # it may not pass the end of the tile
+            pl.when((rest > less) & (rest <= size))(functools.partial(work, inside, size, jnp.maximum(start, low)))
 
 
 def _own(shape: tuple[int, int], start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -131,14 +148,14 @@ def _rows_by_matrices(
             for out in outs:
                 out[...] = jnp.zeros(out.shape, out.dtype)
 
-        def work(start, size):
+        def work(start, size, first):
             window = pl.ds(start, size)
-            own = _own((size, columns), start, low, high)
+            own = _own((size, columns), start, first, high)
             for out, value in zip(outs, combine([x[window, :] for x in ins], mats), strict=True):
                 # The other rows are zero, or a group's that came before.
                 out[window, :] = jnp.where(own, value, out[window, :].astype(jnp.float32)).astype(out.dtype)
 
-        _each_piece(low, high, rows, unit, tiles.piece, work)
+        _each_piece(low, high, rows, unit, tiles.piece, True, work)
 
     if transposed:
         matrix_spec = pl.BlockSpec((None, columns, K), lambda c, g, group_G, *_: (group_G[g], c, 0))
@@ -183,20 +200,20 @@ def _rows_by_rows(
             for total in sums:
                 total[...] = jnp.zeros(total.shape, total.dtype)
 
-        def work(start, size):
+        def work(start, size, first):
             window = pl.ds(start, size)
             x = x_ref[window, :]
 
             # Both sides: past the last row of an array lies anything, and zero times NaN is NaN.
             def own(values):
-                kept = jnp.where(_own(values.shape, start, low, high), values.astype(jnp.float32), 0.0)
+                kept = jnp.where(_own(values.shape, start, first, high), values.astype(jnp.float32), 0.0)
                 return kept.astype(x.dtype)
 
             x = own(x)
             for total, value in zip(sums, combine([y[window, :] for y in ins]), strict=True):
                 total[...] += _dot(x, own(value), (0, 0))
 
-        _each_piece(low, high, rows, unit, tiles.piece, work)
+        _each_piece(low, high, rows, unit, tiles.depth, False, work)
 
         @pl.when((step == last) | (group_G[step] != group_G[jnp.minimum(step + 1, last)]))
         def _():

@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.shapes import NORTH, TINY, Shape
 FUNCTIONS = {"plain": grouped_matmul, "gated": gated_grouped_matmul}
 # Two blocks of columns, three tiles, a last tile that is not full; and fewer rows than the kernels' smallest unit.
 SHAPES = {"blocks": Shape(P=76, D=32, F=256, E=5), "one_row": Shape(P=1, D=8, F=16, E=3), **TINY}
-SMALL_TILES = tpu.Tiles(rows=32, columns=128, piece=16)
+SMALL_TILES = tpu.Tiles(rows=32, columns=128, piece=16, depth=32)
 
 
 def groups(sizes, P):

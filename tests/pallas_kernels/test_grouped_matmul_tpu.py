@@ -49,15 +49,30 @@ def test_little_is_multiplied_twice(P, dtype, routing):
     assert 1 < ratio <= 1 + unit_rows(dtype) * (E - 1) / P < 1.05
 
 
-def test_pieces_are_the_computed_rows():
+def pieces(low, high, piece, exact):
+    """(start, size, first) of each piece of a visit of 512 rows in units of 16."""
     done = []
-    for low, high in ((0, 0), (0, 512), (5, 6), (15, 17), (3, 509), (128, 400)):
-        done.clear()
-        with jax.disable_jit():
-            tpu._each_piece(jnp.int32(low), jnp.int32(high), 512, 16, 128, lambda s, n: done.append((int(s), n)))
-        rows = [row for start, size in done for row in range(start, start + size)]
-        assert rows == list(range(low // 16 * 16, low // 16 * 16 + int(computed_rows(low, high, 16))))
-        assert all(low <= high for _ in done) and (not rows or rows[0] <= low < high <= rows[-1] + 1)
+
+    def note(*numbers):
+        done.append(tuple(map(int, numbers)))
+
+    with jax.disable_jit():
+        tpu._each_piece(jnp.int32(low), jnp.int32(high), 512, 16, piece, exact, note)
+    return done
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_each_row_of_a_visit_is_in_one_piece(exact):
+    for low, high in ((0, 0), (0, 512), (5, 6), (15, 17), (3, 509), (128, 400), (470, 505), (129, 511)):
+        done = pieces(low, high, 128, exact)
+        # What a kernel keeps of a piece: its rows from `first`, and from none before `low`, to `high`.
+        rows = [r for start, size, first in done for r in range(max(start, first, low), min(start + size, high))]
+        assert rows == list(range(low, high))
+        assert all(start >= 0 and start + size <= 512 and start % 16 == 0 for start, size, _ in done)
+        if exact:
+            assert sum(size for _, size, _ in done) == computed_rows(jnp.int32(low), jnp.int32(high), 16)
+        else:
+            assert len(done) <= (high - low) // 128 + 2
 
 
 @functools.cache
@@ -89,7 +104,7 @@ def races_found():
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
 @pytest.mark.parametrize("name", kernels(8, 8, 8, 1, jnp.bfloat16))
 def test_no_races_and_nothing_read_unwritten(name, mode):
-    function, specs = kernels(60, 8, 256, 4, jnp.float32, tpu.Tiles(rows=16, columns=128, piece=8))[name]
+    function, specs = kernels(60, 8, 256, 4, jnp.float32, tpu.Tiles(rows=16, columns=128, piece=8, depth=16))[name]
     sizes = jnp.asarray([21, 0, 5, 20], jnp.int32)
     keys = iter(jax.random.split(jax.random.key(0), len(specs)))
     arrays = [sizes if s.dtype == jnp.int32 else jax.random.normal(next(keys), s.shape) for s in specs]
@@ -160,6 +175,8 @@ def test_north_compiles_forward_and_backward(chip, tokens):
 @pytest.mark.parametrize("chip", TPUS)
 def test_a_tile_too_large_does_not_compile(chip):
     needs_compiler(chip)
-    function, specs = kernels(65536, 2048, 768, 128, jnp.bfloat16, tpu.Tiles(rows=8192, columns=2048, piece=128))["gmm"]
+    function, specs = kernels(
+        65536, 2048, 768, 128, jnp.bfloat16, tpu.Tiles(rows=8192, columns=2048, piece=128, depth=256)
+    )["gmm"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         aot.compile_for(chip, function, *specs)
