@@ -1,8 +1,9 @@
 """Grouped products as Pallas TPU kernels: rows by matrices, rows by rows, and the gated pair, with their gradients.
 
 Rows come in tiles of `Tiles.rows` through Pallas' own pipeline. A tile is visited once for each group it holds, in
-order, so each step has one tile and one matrix; a visit multiplies only its own rows, in pieces. Work is wasted only
-where two groups share a unit of rows (16 in bfloat16, 8 in float32: the least a register holds): a unit a boundary.
+order, so each step has one tile and one matrix; a visit multiplies only its own rows, in pieces. Rows by matrices waste
+work only where two groups share a unit of rows (16 in bfloat16, 8 in float32: the least a register holds), a unit a
+boundary: 3 % and 1.5 % of North's 65,536 rows. Rows by rows round the last piece up instead (15 %; see TILES).
 
 Contractions are never split: a whole row of `x` and a block of columns of the matrix lie in VMEM together.
 """
