@@ -1,26 +1,44 @@
-"""The public function: checks its arguments, then calls one backend by name."""
+"""The public functions: each checks its arguments, then calls one backend by name."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import auto, reference, tpu, xla
 
-BACKENDS = {"xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
+BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "auto": auto}
 
 
 def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla") -> jax.Array:
     """out_PF[p] = x_PD[p] @ w_EDF[e], where the first sizes_E[0] rows belong to e = 0, the next sizes_E[1] to 1, …
 
-    `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. Raises
-    ValueError on an unknown backend or on shapes that do not fit.
+    `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
+    "xla", "tpu" (our kernels; bfloat16 or float32), "auto" (those where the program is compiled for a TPU, else
+    "xla") or "reference". Raises ValueError on an unknown backend or on shapes that do not fit.
     """
+    _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
+    return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E)
+
+
+def gated_grouped_matmul(
+    x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla"
+) -> jax.Array:
+    """silu(x gate) * (x up), both products as in `grouped_matmul`, differentiable in `x_PD` and both matrices.
+
+    "tpu" reads x once for both and rounds once, at the end. Errors as in `grouped_matmul`.
+    """
+    _check("gated_grouped_matmul", backend, x_PD, gate_EDF, sizes_E)
+    if gate_EDF.shape != up_EDF.shape:
+        raise ValueError(f"gated_grouped_matmul: gates {gate_EDF.shape} and ups {up_EDF.shape} do not fit; pass equals")
+    return BACKENDS[backend].gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E)
+
+
+def _check(name: str, backend: str, x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> None:
     if backend not in BACKENDS:
-        raise ValueError(f"grouped_matmul: backend {backend!r} is not known; choose one of {sorted(BACKENDS)}")
+        raise ValueError(f"{name}: backend {backend!r} is not known; choose one of {sorted(BACKENDS)}")
     if x_PD.ndim != 2 or w_EDF.ndim != 3 or x_PD.shape[1] != w_EDF.shape[1] or sizes_E.shape != w_EDF.shape[:1]:
         raise ValueError(
-            f"grouped_matmul: rows {x_PD.shape}, matrices {w_EDF.shape} and sizes {sizes_E.shape} do not fit;"
+            f"{name}: rows {x_PD.shape}, matrices {w_EDF.shape} and sizes {sizes_E.shape} do not fit;"
             " pass [P, D], [E, D, F] and [E]"
         )
     if not jnp.issubdtype(sizes_E.dtype, jnp.integer):
-        raise ValueError(f"grouped_matmul: sizes are {sizes_E.dtype}; pass whole numbers of rows, int32")
-    return BACKENDS[backend](x_PD, w_EDF, sizes_E)
+        raise ValueError(f"{name}: sizes are {sizes_E.dtype}; pass whole numbers of rows, int32")

@@ -11,3 +11,8 @@ def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax
     member_PE = (rows_P[:, None] >= ends_E - sizes_E) & (rows_P[:, None] < ends_E)
     all_PEF = jnp.einsum("PD,EDF->PEF", x_PD, w_EDF)
     return jnp.sum(jnp.where(member_PE[:, :, None], all_PEF, 0), axis=1)
+
+
+def gated_grouped_matmul(x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """See `api.gated_grouped_matmul`."""
+    return jax.nn.silu(grouped_matmul(x_PD, gate_EDF, sizes_E)) * grouped_matmul(x_PD, up_EDF, sizes_E)

@@ -1,0 +1,370 @@
+"""Grouped products as Pallas TPU kernels: rows by matrices, rows by rows, and the gated pair, with their gradients.
+
+Rows come in tiles of `Tiles.rows` through Pallas' own pipeline. A tile is visited once for each group it holds, in
+order, so each step has one tile and one matrix; a visit multiplies only its own rows, in pieces. Rows by matrices waste
+work only where two groups share a unit of rows (16 in bfloat16, 8 in float32: the least a register holds), a unit a
+boundary: 3 % and 1.5 % of North's 65,536 rows. Rows by rows round the last piece up instead (15 %; see TILES).
+
+Contractions are never split: a whole row of `x` and a block of columns of the matrix lie in VMEM together.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.schedule import computed_rows, first_row, schedule, unit_rows
+
+# Of the 64 MiB of a v5p or TPU7x core. The 16 MiB that a kernel has unasked hold no float32 sum of a whole matrix.
+VMEM_BYTES = 48 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Rows of a tile (a multiple of 16), the most columns of a block (all, or a multiple of 128), rows of a product.
+
+    `piece` rows by a matrix, `depth` rows by rows; both 16 times a power of two.
+    """
+
+    rows: int
+    columns: int
+    piece: int
+    depth: int
+
+
+# In bfloat16 North's whole matrices fit, so rows and matrices are read once. In float32 a part of them does.
+# The two cores of a v5p device share the blocks of columns: give it half the width, at a second reading of the rows.
+# A product of rows by rows takes nearly as long for 16 as for 256 (in the compiler's schedule for v6e 1,700 and 2,000
+# bundles: all of the sum is read and written), so its rest is one product, though up to half of that is nothing.
+TILES = {
+    jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128, depth=256),
+    jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128, depth=128),
+}
+
+
+def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, exact: bool, work: Callable) -> None:
+    """work(start, size, first) so that rows low to high of a tile each lie once in first to high of a piece.
+
+    Whole pieces, then the rest: `exact`, a piece for each power of two in it, else one of the next power of two.
+    """
+    sizes = [unit << bit for bit in range(16) if unit << bit <= min(piece, rows)]
+    start, count = first_row(low, unit), computed_rows(low, high, unit)
+    whole = jax.lax.div(count, sizes[-1])  # not //, whose sign has a lowering that asks for the chip
+
+    def whole_piece(i, _):
+        first = pl.multiple_of(start + i * sizes[-1], unit)
+        work(first, sizes[-1], jnp.maximum(first, low))
+
+    jax.lax.fori_loop(0, whole, whole_piece, None)
+    start += whole * sizes[-1]
+    rest = count - whole * sizes[-1]
+    if exact:
+        for size in reversed(sizes[:-1]):
+            pl.when((rest & size) != 0)(functools.partial(work, pl.multiple_of(start, unit), size, low))
+            start += rest & size
+    else:
+        for less, size in zip([0, *sizes], sizes, strict=False):
+            inside = pl.multiple_of(jnp.minimum(start, rows - size), unit)  # it may not pass the end of the tile
+            pl.when((rest > less) & (rest <= size))(functools.partial(work, inside, size, jnp.maximum(start, low)))
+
+
+def _own(shape: tuple[int, int], start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Which of these rows, the first of which is `start`, lie in low to high."""
+    row = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= low) & (row < high)
+
+
+def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    # By default the MXU takes float32 in one bfloat16 pass.
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _tiles(tiles: Tiles | None, arrays: Sequence[jax.Array]) -> Tiles:
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) > 1 or not dtypes <= TILES.keys():
+        names = sorted(str(dtype) for dtype in dtypes)
+        raise ValueError(f"grouped_matmul: operands are {names}; backend 'tpu' wants all bfloat16 or all float32")
+    return tiles or TILES[arrays[0].dtype]
+
+
+def _cut(x: jax.Array, width: int, tiles: Tiles) -> tuple[int, int, int, int]:
+    """Rows of a tile, rows of a unit, and columns and number of the blocks that share `width` evenly."""
+    unit = unit_rows(x.dtype)
+    blocks = pl.cdiv(width, tiles.columns)
+    columns = width if blocks == 1 else pl.cdiv(width, blocks * 128) * 128
+    return min(tiles.rows, pl.cdiv(x.shape[0], unit) * unit), unit, columns, pl.cdiv(width, columns)
+
+
+def _call(kernel, visits, blocks, inputs, in_specs, outputs, out_specs, *, flops, exponentials=0, scratch=()):
+    sizes = [x.size * x.dtype.itemsize for x in (*inputs, *outputs)]
+    return pl.pallas_call(
+        kernel,
+        out_shape=outputs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(blocks, len(visits[0])),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=sum(sizes), transcendentals=exponentials),
+    )(*visits, *inputs)
+
+
+def _rows_by_matrices(
+    combine: Callable,
+    rows_in: Sequence[jax.Array],
+    matrices: Sequence[jax.Array],
+    sizes_E: jax.Array,
+    *,
+    transposed: bool,
+    outputs: int,
+    tiles: Tiles | None,
+    exponentials: int = 0,
+) -> tuple[jax.Array, ...]:
+    """Arrays [P, width] of combine(rows, matrices of the rows' group); rows that belong to no group are zero.
+
+    `width` is the last dimension of the matrices, [E, K, width], or `transposed` the one before it, [E, width, K].
+    """
+    (P, K), width = rows_in[0].shape, matrices[0].shape[1 if transposed else 2]
+    tiles = _tiles(tiles, (*rows_in, *matrices))
+    rows, unit, columns, blocks = _cut(rows_in[0], width, tiles)
+
+    def kernel(group_G, tile_G, low_G, high_G, *refs):
+        ins, mats, outs = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
+        step = pl.program_id(1)
+        low, high = low_G[step], high_G[step]
+
+        @pl.when((step == 0) | (tile_G[step] != tile_G[jnp.maximum(step - 1, 0)]))
+        def _():
+            for out in outs:
+                out[...] = jnp.zeros(out.shape, out.dtype)
+
+        def work(start, size, first):
+            window = pl.ds(start, size)
+            own = _own((size, columns), start, first, high)
+            for out, value in zip(outs, combine([x[window, :] for x in ins], mats), strict=True):
+                # The other rows are zero, or a group's that came before.
+                out[window, :] = jnp.where(own, value, out[window, :].astype(jnp.float32)).astype(out.dtype)
+
+        _each_piece(low, high, rows, unit, tiles.piece, True, work)
+
+    if transposed:
+        matrix_spec = pl.BlockSpec((None, columns, K), lambda c, g, group_G, *_: (group_G[g], c, 0))
+    else:
+        matrix_spec = pl.BlockSpec((None, K, columns), lambda c, g, group_G, *_: (group_G[g], 0, c))
+    return _call(
+        kernel,
+        schedule(sizes_E, P, rows, empty=False),
+        blocks,
+        (*rows_in, *matrices),
+        [pl.BlockSpec((rows, K), lambda c, g, group_G, tile_G, *_: (tile_G[g], 0))] * len(rows_in)
+        + [matrix_spec] * len(matrices),
+        [jax.ShapeDtypeStruct((P, width), rows_in[0].dtype)] * outputs,
+        [pl.BlockSpec((rows, columns), lambda c, g, group_G, tile_G, *_: (tile_G[g], c))] * outputs,
+        flops=2 * P * K * width * len(matrices),
+        exponentials=exponentials,
+    )
+
+
+def _rows_by_rows(
+    combine: Callable,
+    x_PD: jax.Array,
+    rows_in: Sequence[jax.Array],
+    sizes_E: jax.Array,
+    *,
+    outputs: int,
+    tiles: Tiles | None,
+    exponentials: int = 0,
+) -> tuple[jax.Array, ...]:
+    """Arrays [E, D, width] of Σ_p x_PD[p]ᵀ y[p] over each group's rows, y one of combine(rows); zero without rows."""
+    (P, D), width, E = x_PD.shape, rows_in[0].shape[1], len(sizes_E)
+    tiles = _tiles(tiles, (x_PD, *rows_in))
+    rows, unit, columns, blocks = _cut(x_PD, width, tiles)
+
+    def kernel(group_G, tile_G, low_G, high_G, x_ref, *refs):
+        ins, outs, sums = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
+        step, last = pl.program_id(1), pl.num_programs(1) - 1
+        low, high = low_G[step], high_G[step]
+
+        @pl.when((step == 0) | (group_G[step] != group_G[jnp.maximum(step - 1, 0)]))
+        def _():
+            for total in sums:
+                total[...] = jnp.zeros(total.shape, total.dtype)
+
+        def work(start, size, first):
+            window = pl.ds(start, size)
+            x = x_ref[window, :]
+
+            # Both sides: past the last row of an array lies anything, and zero times NaN is NaN.
+            def own(values):
+                kept = jnp.where(_own(values.shape, start, first, high), values.astype(jnp.float32), 0.0)
+                return kept.astype(x.dtype)
+
+            x = own(x)
+            for total, value in zip(sums, combine([y[window, :] for y in ins]), strict=True):
+                total[...] += _dot(x, own(value), (0, 0))
+
+        _each_piece(low, high, rows, unit, tiles.depth, False, work)
+
+        @pl.when((step == last) | (group_G[step] != group_G[jnp.minimum(step + 1, last)]))
+        def _():
+            for out, total in zip(outs, sums, strict=True):
+                out[...] = total[...].astype(out.dtype)
+
+    row_spec = pl.BlockSpec((rows, columns), lambda c, g, group_G, tile_G, *_: (tile_G[g], c))
+    return _call(
+        kernel,
+        schedule(sizes_E, P, rows, empty=True),
+        blocks,
+        (x_PD, *rows_in),
+        [pl.BlockSpec((rows, D), lambda c, g, group_G, tile_G, *_: (tile_G[g], 0))] + [row_spec] * len(rows_in),
+        [jax.ShapeDtypeStruct((E, D, width), x_PD.dtype)] * outputs,
+        [pl.BlockSpec((None, D, columns), lambda c, g, group_G, *_: (group_G[g], 0, c))] * outputs,
+        scratch=[pltpu.VMEM((D, columns), jnp.float32)] * outputs,
+        flops=2 * P * D * width * outputs,
+        exponentials=exponentials,
+    )
+
+
+def gmm(x_PD: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool = False, tiles: Tiles | None = None):
+    """out[p] = x_PD[p] @ w[e] with w [E, D, F], or `transposed` x_PD[p] @ w[e]ᵀ with w [E, F, D]: [P, F]."""
+    contract = (1, 1) if transposed else (1, 0)
+    (out,) = _rows_by_matrices(
+        lambda rows, mats: [_dot(rows[0], mats[0][...], contract)],
+        [x_PD],
+        [w],
+        sizes_E,
+        transposed=transposed,
+        outputs=1,
+        tiles=tiles,
+    )
+    return out
+
+
+def tgmm(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles: Tiles | None = None) -> jax.Array:
+    """out_EDF[e] = Σ_{p in e} x_PD[p]ᵀ y_PF[p], summed in float32; zero for a group without rows."""
+    (out_EDF,) = _rows_by_rows(lambda rows: rows, x_PD, [y_PF], sizes_E, outputs=1, tiles=tiles)
+    return out_EDF
+
+
+def gradients(
+    x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, d_PF: jax.Array, *, tiles: Tiles | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients in x and w of gmm, from that in its result."""
+    return gmm(d_PF, w_EDF, sizes_E, transposed=True, tiles=tiles), tgmm(x_PD, d_PF, sizes_E, tiles=tiles)
+
+
+def gated(
+    x_PD: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    save: bool,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, ...]:
+    """(silu(a) b,), a = x gate, b = x up, all [P, F]; with `save` also a and b, rounded to x's dtype."""
+
+    def combine(rows, mats):
+        a, b = (_dot(rows[0], m[...], (1, 0)) for m in mats)
+        hidden = a * jax.nn.sigmoid(a) * b
+        return [hidden, a, b] if save else [hidden]
+
+    return _rows_by_matrices(
+        combine,
+        [x_PD],
+        [gate_EDF, up_EDF],
+        sizes_E,
+        transposed=False,
+        outputs=3 if save else 1,
+        tiles=tiles,
+        exponentials=x_PD.shape[0] * gate_EDF.shape[2],
+    )
+
+
+def gated_slopes(rows: Sequence[jax.Array]) -> list[jax.Array]:
+    """From dhidden, a and b: the gradients in a and in b."""
+    d, a, b = (x.astype(jnp.float32) for x in rows)
+    s = jax.nn.sigmoid(a)
+    return [(d * b * s * (1 + a * (1 - s))).astype(rows[0].dtype), (d * a * s).astype(rows[0].dtype)]
+
+
+def gated_gradients(
+    x_PD: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    sizes_E: jax.Array,
+    a_PF: jax.Array,
+    b_PF: jax.Array,
+    d_PF: jax.Array,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients in x, gate and up. Both kernels make those in a and b from d, a and b, and never write them."""
+
+    def combine(rows, mats):
+        da, db = gated_slopes(rows)
+        return [_dot(da, mats[0][...], (1, 1)) + _dot(db, mats[1][...], (1, 1))]
+
+    rows_in, exponentials = [d_PF, a_PF, b_PF], d_PF.size
+    (dx_PD,) = _rows_by_matrices(
+        combine,
+        rows_in,
+        [gate_EDF, up_EDF],
+        sizes_E,
+        transposed=True,
+        outputs=1,
+        tiles=tiles,
+        exponentials=exponentials,
+    )
+    dgate_EDF, dup_EDF = _rows_by_rows(
+        gated_slopes, x_PD, rows_in, sizes_E, outputs=2, tiles=tiles, exponentials=exponentials
+    )
+    return dx_PD, dgate_EDF, dup_EDF
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles | None = None) -> jax.Array:
+    """See `api.grouped_matmul`. Sums in float32; `tiles` for all its kernels, else TILES.
+
+    Raises ValueError unless rows and matrices are all bfloat16 or all float32.
+    """
+    return gmm(x_PD, w_EDF, sizes_E, tiles=tiles)
+
+
+grouped_matmul.defvjp(
+    lambda x_PD, w_EDF, sizes_E, tiles: (gmm(x_PD, w_EDF, sizes_E, tiles=tiles), (x_PD, w_EDF, sizes_E)),
+    lambda tiles, saved, d_PF: (*gradients(*saved, d_PF, tiles=tiles), None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def gated_grouped_matmul(
+    x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles | None = None
+) -> jax.Array:
+    """See `api.gated_grouped_matmul`; `tiles` and errors as in `grouped_matmul`.
+
+    Differentiated, it saves a = x gate and b = x up instead of multiplying again: under a checkpoint of the layer
+    they live for one layer, and to write and read them (4 P F numbers) costs less than two products a second time.
+    """
+    return gated(x_PD, gate_EDF, up_EDF, sizes_E, save=False, tiles=tiles)[0]
+
+
+def _gated_forward(x_PD, gate_EDF, up_EDF, sizes_E, tiles):
+    hidden_PF, a_PF, b_PF = gated(x_PD, gate_EDF, up_EDF, sizes_E, save=True, tiles=tiles)
+    return hidden_PF, (x_PD, gate_EDF, up_EDF, sizes_E, a_PF, b_PF)
+
+
+gated_grouped_matmul.defvjp(
+    _gated_forward, lambda tiles, saved, d_PF: (*gated_gradients(*saved, d_PF, tiles=tiles), None)
+)
