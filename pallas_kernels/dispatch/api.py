@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import xla
-from pallas_kernels.dispatch.exchange import METHODS
+from pallas_kernels.dispatch.methods import METHODS
 
 
 def sort_by_expert(indices_NC: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:

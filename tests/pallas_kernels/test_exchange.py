@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot
-from pallas_kernels.dispatch import METHODS, combine, exchange, gather, sort_by_expert
+from pallas_kernels.dispatch import METHODS, combine, exchange, gather, methods, sort_by_expert
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 N, C, D, F, E = 64, 2, 16, 8, 8  # tokens of all devices, and experts of all devices
@@ -104,6 +104,31 @@ def test_many_devices_are_one(method, experts, chunks):
         (expected,), expected_grads = on_one_device(loads)
         close((out, *grads), (expected, *expected_grads))
         assert not dropped.any(), loads
+
+
+def ragged_by_definition(rows, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """jax.lax.ragged_all_to_all as its documentation says; NaN where a device expects another size than is sent."""
+    me = jax.lax.axis_index(axis_name)
+    rows_SPD = jax.lax.all_gather(rows, axis_name)
+    taken_S, sent_S, begin_S = (
+        jax.lax.all_gather(a, axis_name)[:, me] for a in (input_offsets, send_sizes, output_offsets)
+    )
+    for s in range(len(rows_SPD)):
+        at = jnp.arange(len(output)) - begin_S[s]
+        block = jnp.take(rows_SPD[s], taken_S[s] + at, axis=0, mode="clip")
+        output = jnp.where(((at >= 0) & (at < sent_S[s]))[:, None], block, output)
+    return jnp.where(jnp.all(recv_sizes == sent_S), output, jnp.nan)
+
+
+def test_what_ragged_asks_of_a_chip_is_what_the_stand_in_does(monkeypatch):
+    """No CPU runs ragged_all_to_all, so the offsets and sizes that chips are given are run on its definition."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_by_definition)
+    monkeypatch.setattr(methods, "_move_dense", methods._move_ragged)
+    run = value_and_gradients(over(cpu_mesh(4), "ragged"))
+    for loads in ("ragged", "all to one device"):
+        (out, _), grads = run(*inputs(loads))
+        (expected,), expected_grads = on_one_device(loads)
+        close((out, *grads), (expected, *expected_grads))
 
 
 def first_come(indices_NC, devices, chunks, room):
