@@ -100,6 +100,8 @@ def exchange(
 
     The rows of `experts` are P = G * N * C for ring and ragged, G * R for capacity. `chunks` cuts the N tokens in as
     many parts, R and P with them, that do not wait for each other: one can be exchanged while another is computed.
+    Whether that happens is the compiler's choice: what it schedules for H100 overlaps (but small all-gathers of ring's
+    chunks it joins into one), for v5p it does so only when told to, for example by xla_tpu_enable_async_all_to_all.
 
     Raises ValueError on an unknown method, on shapes that do not fit, or where something does not divide.
     """

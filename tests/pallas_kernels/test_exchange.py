@@ -173,6 +173,7 @@ SENT = {
 BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
 
+@functools.cache
 def compiled_text(chip, method, *, differentiated, N=256, C=2, D=128, E=32):
     """Compiled for all devices of a topology, N tokens on each. Experts without matrices: only the exchange."""
     devices = aot.devices(chip, TARGETS[chip])
