@@ -64,14 +64,18 @@ CHIPS = {
 
 
 @functools.cache
-def devices(chip: str) -> tuple[jax.Device, ...]:
-    """The devices of the smallest topology of a chip. Errors: RuntimeError where its compiler is not installed."""
+def devices(chip: str, topology: str | None = None) -> tuple[jax.Device, ...]:
+    """The devices of a topology of a chip, of its smallest by default: "v5p:4x4x4", or partitions x hosts x GPUs.
+
+    Errors: RuntimeError where its compiler is not installed.
+    """
     described = CHIPS[chip]
+    topology = topology or described.topology
     if described.platform == "tpu":
-        options = {"topology_name": described.topology}
+        options = {"topology_name": topology}
     else:
         config = _HOPPER.format(name=chip, bandwidth=int(described.bandwidth), memory=int(described.memory))
-        options = {"topology_name": chip, "target_config": config, "topology": described.topology}
+        options = {"topology_name": chip, "target_config": config, "topology": topology}
     try:
         return tuple(topologies.get_topology_desc(platform=described.platform, **options).devices)
     except (RuntimeError, ValueError) as error:

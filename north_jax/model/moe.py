@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import combine, gather, sort_by_expert
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 # Up to here, transposing the experts' matrices costs a CPU more than their products do: decoding, not training.
@@ -60,13 +61,12 @@ def experts_grouped(
 
     No capacity and no drops: every chosen (token, expert) pair is computed.
     """
-    N, C = indices_NC.shape
-    expert_P = indices_NC.reshape(-1)  # P = N * C pairs of token and expert
-    order_P = jnp.argsort(expert_P, stable=True)
-    sizes_E = jnp.bincount(expert_P, length=gate_EDF.shape[0]).astype(jnp.int32)
-    x_PD = x_ND[order_P // C]
+    E = gate_EDF.shape[0]
+    order_P, inverse_NC, sizes_E = sort_by_expert(indices_NC, E)
+    x_PD = gather(x_ND, order_P, inverse_NC)
     hidden_PF = jax.nn.silu(grouped_matmul(x_PD, gate_EDF, sizes_E)) * grouped_matmul(x_PD, up_EDF, sizes_E)
     out_PD = grouped_matmul(hidden_PF, down_EFD, sizes_E)
-    out_NCD = jnp.zeros_like(out_PD).at[order_P].set(out_PD, unique_indices=True).reshape(N, C, -1)
-    weights_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1).astype(x_ND.dtype)
-    return jnp.einsum("NCD,NC->ND", out_NCD, weights_NC)
+    # A mask instead of a gather: its gradient needs no scatter.
+    picked_NCE = indices_NC[:, :, None] == jnp.arange(E)
+    weights_NC = jnp.sum(jnp.where(picked_NCE, weights_NE[:, None, :], 0.0), axis=2)
+    return combine(out_PD, weights_NC, order_P, inverse_NC)
