@@ -1,0 +1,1 @@
+"""Grouped-query attention over windows and packed documents, forward and backward."""
