@@ -98,23 +98,31 @@ def columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def row_limits(start_smem, first_row: jax.Array, rows: int, offset: int, T: int) -> tuple[jax.Array, jax.Array]:
-    """The first and last key that each of `rows` queries sees."""
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + first_row
-    return plgpu.load(start_smem, (), layout=ROWS), jnp.minimum(row + offset, T - 1)
+def limits(start_BS: jax.Array, T: int, offset: int, tile: int) -> jax.Array:
+    """[B, 2, S grown to a multiple of tile] int32: the first and the last key that each query sees."""
+    end_S = jnp.minimum(jnp.arange(start_BS.shape[1], dtype=jnp.int32) + offset, T - 1)
+    return padded(jnp.stack([start_BS, jnp.broadcast_to(end_S, start_BS.shape)], axis=1), tile)
 
 
-def masked_scores(s: jax.Array, start: jax.Array, end: jax.Array, first_key: jax.Array) -> jax.Array:
-    """s with -inf where a query does not see a key."""
-    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-    seen = (key >= columns(start - first_key, s.shape)) & (key <= columns(end - first_key, s.shape))
-    return jnp.where(seen, s, -jnp.inf)
+def store_places(place_smem) -> None:
+    """Fills place_smem with 0, 1, 2, …
+
+    Column numbers come from shared memory because the compiler would compute an iota once, before the loop, and hold
+    one register per column through it: the backward kernels would spill.
+    """
+    place_smem[...] = plgpu.broadcasted_iota(jnp.int32, place_smem.shape, 0, layout=COLUMNS)
+
+
+def masked_scores(s: jax.Array, place_smem, first: jax.Array, last: jax.Array) -> jax.Array:
+    """s with -inf where a column's place is not between its row's `first` and `last`."""
+    place = lax.broadcast_in_dim(plgpu.load(place_smem, (), layout=COLUMNS), s.shape, [1])
+    return jnp.where((place >= columns(first, s.shape)) & (place <= columns(last, s.shape)), s, -jnp.inf)
 
 
 def _kernel(
-    q_ref, k_ref, v_ref, start_ref, bounds_ref, out_ref, lse_ref,
-    q_smem, k_smem, v_smem, start_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn,
-    *, tiles: Tiles, R: int, T: int, offset: int, scale: float,
+    q_ref, k_ref, v_ref, limits_ref, bounds_ref, out_ref, lse_ref,
+    q_smem, k_smem, v_smem, limits_smem, place_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn,
+    *, tiles: Tiles, R: int, scale: float,
 ):  # fmt: skip
     rows, block, stages = tiles.rows, tiles.block, tiles.stages
     b, head = lax.axis_index("batch"), lax.axis_index("head")
@@ -128,19 +136,20 @@ def _kernel(
     def compute():
         plgpu.set_max_registers(tiles.registers[0], action="increase")
         first_row = tile * tiles.tile + wg * rows
-        q_at = (b, pl.ds(first_row, rows), head)
-        plgpu.copy_gmem_to_smem(q_ref.at[q_at], q_smem.at[wg], q_full.at[wg])
-        plgpu.copy_gmem_to_smem(start_ref.at[b, pl.ds(first_row, rows)], start_smem.at[wg], q_full.at[wg])
+        run = pl.ds(first_row, rows)
+        plgpu.copy_gmem_to_smem(q_ref.at[b, run, head], q_smem.at[wg], q_full.at[wg])
+        plgpu.copy_gmem_to_smem(limits_ref.at[b, :, run], limits_smem.at[wg], q_full.at[wg])
+        store_places(place_smem.at[wg])
         whole_lo, whole_hi = bounds_ref[b, tile, 2 + 2 * wg], bounds_ref[b, tile, 3 + 2 * wg]
         plgpu.barrier_wait(q_full.at[wg])
-        start, end = row_limits(start_smem.at[wg], first_row, rows, offset, T)
+        first, end = (plgpu.load(limits_smem.at[wg, i], (), layout=ROWS) for i in range(2))
 
         def softmax(step, s, m, l):
             n = lo + step
             s = lax.cond(
                 (n >= whole_lo) & (n < whole_hi),
                 lambda s: s,
-                lambda s: masked_scores(s, start, end, n * block),
+                lambda s: masked_scores(s, place_smem.at[wg], first - n * block, end - n * block),
                 s,
             )
             m_new = jnp.maximum(m, s.max(axis=1) * (scale * LOG2E))
@@ -196,8 +205,8 @@ def _kernel(
         q_smem[wg] = (acc * columns(inverse, acc.shape)).astype(q_ref.dtype)
         lse_smem[wg] = jnp.where(seen, m * (1 / LOG2E) + jnp.log(jnp.where(seen, l, 1.0)), -jnp.inf)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem.at[wg], out_ref.at[q_at])
-        plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, pl.ds(first_row, rows)])
+        plgpu.copy_smem_to_gmem(q_smem.at[wg], out_ref.at[b, run, head])
+        plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, head, run])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == tiles.warpgroups)
@@ -230,20 +239,21 @@ def forward(
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     bounds = key_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
-    start_BS = padded(start_BS, tiles.tile)
+    limits_B2S = limits(start_BS, T, offset, tiles.tile)
     q_BSHK, k_BTGK, v_BTGK = grown(q_BSHK, tiles.rows), grown(k_BTGK, tiles.block), grown(v_BTGK, tiles.block)
     stream = plgpu.SMEM((tiles.stages, tiles.block, K), q_BSHK.dtype, transforms=LAYOUT)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, tiles=tiles, R=H // G, T=T, offset=offset, scale=K**-0.5),
+        functools.partial(_kernel, tiles=tiles, R=H // G, scale=K**-0.5),
         out_type=(
             jax.ShapeDtypeStruct(q_BSHK.shape, q_BSHK.dtype),
-            jax.ShapeDtypeStruct((B, H, start_BS.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct((B, H, limits_B2S.shape[2]), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((tiles.warpgroups, tiles.rows, K), q_BSHK.dtype, transforms=LAYOUT),
             stream,
             stream,
-            plgpu.SMEM((tiles.warpgroups, tiles.rows), jnp.int32),
+            plgpu.SMEM((tiles.warpgroups, 2, tiles.rows), jnp.int32),
+            plgpu.SMEM((tiles.warpgroups, tiles.block), jnp.int32),
             plgpu.SMEM((tiles.warpgroups, tiles.rows), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=tiles.warpgroups),
             plgpu.Barrier(num_barriers=tiles.stages),
@@ -260,5 +270,5 @@ def forward(
         kernel_name="attention_forward",
         compiler_params=COMPILER,
     )
-    out_BSHK, lse_BHS = kernel(q_BSHK, k_BTGK, v_BTGK, start_BS, bounds)
+    out_BSHK, lse_BHS = kernel(q_BSHK, k_BTGK, v_BTGK, limits_B2S, bounds)
     return out_BSHK[:, :S], lse_BHS[:, :, :S]
