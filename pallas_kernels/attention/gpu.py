@@ -119,6 +119,36 @@ def masked_scores(s: jax.Array, place_smem, first: jax.Array, last: jax.Array) -
     return jnp.where((place >= columns(first, s.shape)) & (place <= columns(last, s.shape)), s, -jnp.inf)
 
 
+def stream_blocks(streams, tiles: Tiles, lo: jax.Array, count: jax.Array, at) -> None:
+    """The memory warpgroup: blocks lo, …, lo + count - 1 of every (source, buffers, full, free) into their buffers.
+
+    `at` gives the index of a run of rows in a source.
+    """
+
+    @pl.loop(0, count)
+    def fetch(step):
+        slot = lax.rem(step, jnp.int32(tiles.stages))
+        for source, buffers, full, free in streams:
+
+            @pl.when(step >= tiles.stages)
+            def wait(free=free):
+                plgpu.barrier_wait(free.at[slot])
+
+            run = pl.ds((lo + step) * tiles.block, tiles.block)
+            plgpu.copy_gmem_to_smem(source.at[at(run)], buffers.at[slot], full.at[slot])
+
+    drain([free for *_, free in streams], tiles.stages, count)
+
+
+def drain(free, stages: int, count: jax.Array) -> None:
+    """Waits until the last blocks are released, so that no barrier is left half seen."""
+
+    @pl.loop(jnp.maximum(count - stages, 0), count)
+    def wait(step):
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[lax.rem(step, jnp.int32(stages))])
+
+
 def _kernel(
     q_ref, k_ref, v_ref, limits_ref, bounds_ref, out_ref, lse_ref,
     q_smem, k_smem, v_smem, limits_smem, place_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn,
@@ -199,6 +229,12 @@ def _kernel(
         last = lax.rem(count - 1, jnp.int32(stages))
         plgpu.barrier_wait(v_full.at[last])
         acc = pl.run_state(lambda o_ref: plgpu.wgmma(o_ref, p, v_smem.at[last]))(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(v_free.at[last])
+
+        @pl.when(wg == 0)
+        def last_turn():
+            plgpu.barrier_wait(turn.at[0])
+
 
         seen = l > 0
         inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
@@ -214,17 +250,8 @@ def _kernel(
         plgpu.set_max_registers(tiles.registers[1], action="decrease")
         group = lax.div(head, jnp.int32(R))
 
-        @pl.loop(0, count)
-        def fetch(step):
-            slot = lax.rem(step, jnp.int32(stages))
-            at = (b, pl.ds((lo + step) * block, block), group)
-            for ref, smem, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
-
-                @pl.when(step >= stages)
-                def wait(free=free):
-                    plgpu.barrier_wait(free.at[slot])
-
-                plgpu.copy_gmem_to_smem(ref.at[at], smem.at[slot], full.at[slot])
+        streams = ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free))
+        stream_blocks(streams, tiles, lo, count, lambda run: (b, run, group))
 
 
 def forward(

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.gpu import (
-    COLUMNS, COMPILER, LAYOUT, LOG2E, ROWS, Tiles, columns, grown, key_bounds, limits, masked_scores,
-    padded, store_places,
+    COLUMNS, COMPILER, LAYOUT, LOG2E, ROWS, Tiles, columns, drain, grown, key_bounds, limits,
+    masked_scores, padded, store_places, stream_blocks,
 )  # fmt: skip
 
 DQ = Tiles(rows=64, block=128, stages=2)
@@ -136,17 +136,8 @@ def _dq_kernel(
         plgpu.set_max_registers(tiles.registers[1], action="decrease")
         group = lax.div(head, jnp.int32(R))
 
-        @pl.loop(0, count)
-        def fetch(step):
-            slot = lax.rem(step, jnp.int32(stages))
-            at = (b, pl.ds((lo + step) * block, block), group)
-            for ref, smem, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
-
-                @pl.when(step >= stages)
-                def wait(free=free):
-                    plgpu.barrier_wait(free.at[slot])
-
-                plgpu.copy_gmem_to_smem(ref.at[at], smem.at[slot], full.at[slot])
+        streams = ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free))
+        stream_blocks(streams, tiles, lo, count, lambda run: (b, run, group))
 
 
 def _dkv_kernel(
@@ -231,6 +222,8 @@ def _dkv_kernel(
             plgpu.copy_gmem_to_smem(stats_ref.at[b, head, :, run], stats_smem.at[slot], q_full.at[slot])
             plgpu.copy_gmem_to_smem(limits_ref.at[b, :, run], limits_smem.at[slot], q_full.at[slot])
             plgpu.copy_gmem_to_smem(do_ref.at[b, run, head], do_smem.at[slot], do_full.at[slot])
+
+        drain([free], stages, count)
 
 
 def dq(
