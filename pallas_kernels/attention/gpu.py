@@ -119,6 +119,11 @@ def masked_scores(s: jax.Array, place_smem, first: jax.Array, last: jax.Array) -
     return jnp.where((place >= columns(first, s.shape)) & (place <= columns(last, s.shape)), s, -jnp.inf)
 
 
+def empty(shape: tuple[int, int]) -> jax.Array:
+    """Zeros in the registers of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
 def stream_blocks(streams, tiles: Tiles, lo: jax.Array, count: jax.Array, at) -> None:
     """The memory warpgroup: blocks lo, …, lo + count - 1 of every (source, buffers, full, free) into their buffers.
 
@@ -195,8 +200,8 @@ def _kernel(
             acc, p, m, l = carry
             slot, last = lax.rem(step, jnp.int32(stages)), lax.rem(step - 1, jnp.int32(stages))
 
-            def products(s_ref, o_ref):
-                o_ref[...] = acc
+            def products(refs):
+                s_ref, o_ref, *results = refs
                 plgpu.barrier_wait(k_full.at[slot])
                 plgpu.barrier_wait(v_full.at[last])
                 plgpu.barrier_wait(turn.at[wg])
@@ -205,14 +210,13 @@ def _kernel(
                 plgpu.barrier_arrive(turn.at[1 - wg])
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 plgpu.barrier_arrive(k_free.at[slot])
-                p_new, m_new, l_new, decay = softmax(step, s, m, l)
-                o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
-                plgpu.barrier_arrive(v_free.at[last])
-                return o * columns(decay, o.shape), p_new, m_new, l_new
+                for ref, value in zip(results, softmax(step, s, m, l), strict=True):
+                    ref[...] = value
 
-            return pl.run_scoped(
-                products, plgpu.ACC((rows, block), jnp.float32), plgpu.ACC(acc.shape, jnp.float32)
-            )
+            begin = (plgpu.ACC.init(empty((rows, block))), plgpu.ACC.init(acc), p, m, l, m)
+            _, acc, p_new, m_new, l_new, decay = pl.run_state(products)(begin)
+            plgpu.barrier_arrive(v_free.at[last])
+            return acc * columns(decay, acc.shape), p_new, m_new, l_new
 
         @pl.when(wg == 1)
         def first_turn():
@@ -220,7 +224,7 @@ def _kernel(
 
         m = plgpu.layout_cast(jnp.full((rows,), NO_MAXIMUM, jnp.float32), ROWS)
         l = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), ROWS)
-        acc = plgpu.layout_cast(jnp.zeros((rows, q_ref.shape[-1]), jnp.float32), plgpu.Layout.WGMMA)
+        acc = empty((rows, q_ref.shape[-1]))
         plgpu.barrier_wait(k_full.at[0])
         s = pl.run_scoped(scores, plgpu.ACC((rows, block), jnp.float32))
         plgpu.barrier_arrive(k_free.at[0])
