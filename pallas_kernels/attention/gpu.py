@@ -88,9 +88,13 @@ def padded(x: jax.Array, tile: int, **how) -> jax.Array:
 
 
 def grown(x_BSHK: jax.Array, block: int) -> jax.Array:
-    """x with at least `block` rows: a copy from global memory may pass the end of an array but not exceed it."""
-    missing = block - x_BSHK.shape[1]
-    return jnp.pad(x_BSHK, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing > 0 else x_BSHK
+    """x with at least `block` rows and a multiple of 8, by zeros.
+
+    A copy from global memory may pass the end of an array, but is not larger than it, and wgmma's tiles have 8 rows.
+    """
+    S = x_BSHK.shape[1]
+    extra = max(block, -(-S // 8) * 8) - S
+    return jnp.pad(x_BSHK, ((0, 0), (0, extra), (0, 0), (0, 0))) if extra else x_BSHK
 
 
 def columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -239,7 +243,6 @@ def _kernel(
         def last_turn():
             plgpu.barrier_wait(turn.at[0])
 
-
         seen = l > 0
         inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
         q_smem[wg] = (acc * columns(inverse, acc.shape)).astype(q_ref.dtype)
@@ -259,13 +262,20 @@ def _kernel(
 
 
 def forward(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, start_BS: jax.Array, *, offset: int = 0, tiles: Tiles = FORWARD
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    start_BS: jax.Array,
+    *,
+    offset: int = 0,
+    tiles: Tiles = FORWARD,
 ) -> tuple[jax.Array, jax.Array]:
-    """out_BSHK[b, i, h] = sum_j p[j] v_BTGK[b, j, h // R] with p = softmax_j(q_BSHK[b, i, h] . k_BTGK[b, j, h // R] / sqrt(K)).
+    """out_BSHK[b, i, h] = sum_j p_j v_BTGK[b, j, g] with p = softmax_j(q_BSHK[b, i, h] . k_BTGK[b, j, g] / sqrt(K)).
 
-    j runs over start_BS[b, i] <= j <= min(i + offset, T - 1). Returns out_BSHK (dtype of q) and lse_BHS (float32), the
-    natural logarithm of the softmax's denominator. A query that sees no key gives out = 0 and lse = -inf.
-    bfloat16 or float16 inputs, K a multiple of 64; `start_BS` int32 and not decreasing along S.
+    g = h // (H / G), and j runs over start_BS[b, i] <= j <= min(i + offset, T - 1). Returns out_BSHK (dtype of q) and
+    lse_BHS (float32), the natural logarithm of the softmax's denominator. A query that sees no key gives out = 0 and
+    lse = -inf. bfloat16 or float16 inputs, K a multiple of 64; `start_BS` is int32 and does not decrease along S.
+    Lengths that are not multiples of 8 cost a copy.
     """
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]

@@ -2,7 +2,7 @@
 
 With s = q . k / sqrt(K), p = exp(s - lse), dp = do . v and delta = sum(do * out):
 
-    ds = p (dp - delta)    dq_i = sum_j ds_ij k_j / sqrt(K)    dk_j = sum_i ds_ij q_i / sqrt(K)    dv_j = sum_i p_ij do_i
+    ds = p (dp - delta) / sqrt(K)    dq_i = sum_j ds_ij k_j    dk_j = sum_i ds_ij q_i    dv_j = sum_i p_ij do_i
 
 No sum is spread over blocks of threads: the results are the same on every run, and memory is linear in the length. dk
 and dv sum over the query heads of their key/value head inside the kernel. Compiled for H100 and H200, not run: see
@@ -18,8 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.gpu import (
-    COLUMNS, COMPILER, LAYOUT, LOG2E, ROWS, Tiles, columns, drain, grown, key_bounds, limits,
-    masked_scores, padded, store_places, stream_blocks,
+    COLUMNS,
+    COMPILER,
+    LAYOUT,
+    LOG2E,
+    ROWS,
+    Tiles,
+    columns,
+    drain,
+    grown,
+    key_bounds,
+    limits,
+    masked_scores,
+    padded,
+    store_places,
+    stream_blocks,
 )  # fmt: skip
 
 DQ = Tiles(rows=64, block=128, stages=2)
@@ -29,8 +42,8 @@ DKV = Tiles(rows=64, block=64, stages=2)
 def query_bounds(start_BS: jax.Array, T: int, offset: int, tile: int, parts: int, block: int) -> jax.Array:
     """Which blocks of `block` queries see each tile of `tile` keys: int32 [B, tiles, 2 + 2 * parts].
 
-    As `gpu.key_bounds`, seen from the keys: blocks lo <= n < hi hold every query that sees a key of the tile (none where
-    lo = hi), then for each of `parts` equal parts of the tile the blocks all of whose queries see all of its keys.
+    As `gpu.key_bounds`, seen from the keys: blocks lo <= n < hi hold every query that sees a key of the tile (none
+    where lo = hi), then for each of `parts` equal parts of the tile the blocks all of whose queries see all its keys.
     """
     B, S = start_BS.shape
     tiles = pl.cdiv(T, tile)
@@ -266,7 +279,7 @@ def dkv(
     q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, dout_BSHK: jax.Array,
     stats_BH2S: jax.Array, start_BS: jax.Array, *, offset: int = 0, tiles: Tiles = DKV,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """dk_BTGK and dv_BTGK of `gpu.forward`; `stats_BH2S` from `statistics`, a tile that is a multiple of `tiles.block`."""
+    """dk_BTGK and dv_BTGK of `gpu.forward`; stats_BH2S as for `dq`, with a multiple of `tiles.block`."""
     B, _, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     bounds = query_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)

@@ -1,14 +1,16 @@
 """jax's interpreter of Mosaic GPU kernels, extended by what attention needs: an operand in registers, late `wgmma`.
 
 jax 0.10.2 interprets barriers, TMA copies and `wgmma` of two operands in shared memory. Added here: an operand in
-registers, transposed views, `pl.run_state` of accumulators, `plgpu.load`, and copies past the end of an array (clipped).
-Every `wgmma` is carried out as late as its waits allow, so that a buffer released too early is read after it was
-overwritten. Private modules of jax: `interpreted` raises ImportError where they have moved.
+registers, transposed views, `pl.run_state` of accumulators, `plgpu.load`, and copies past the end of an array. Every
+`wgmma` is carried out as late as its waits allow, so that a buffer released too early is read after it was overwritten.
+Private modules of jax: `interpreted` raises ImportError where they have moved.
 """
 
 import collections
 import contextlib
 import functools
+import threading
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ import numpy as np
 def interpreted(*, detect_races: bool = False):
     """Pallas Mosaic GPU kernels traced inside run on the CPU; yields a function that tells whether races were found."""
     from jax._src import callback
-    from jax._src.pallas.mosaic.interpret import utils
+    from jax._src.pallas.mosaic.interpret import thread_map, utils
     from jax._src.pallas.mosaic_gpu import core, primitives
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params
     from jax._src.state import discharge, indexing
@@ -28,9 +30,8 @@ def interpreted(*, detect_races: bool = False):
     class Interpreter(jaxpr_interpret.JaxprInterpreter):
         def call(self, function, result, *arguments):
             """An ordered call into Python: function(token, device, grid point, thread, *arguments)."""
-            return callback.io_callback(
-                function, result, self.device_info.device_id, self.grid_point_coords, self.thread_id, *arguments, ordered=True
-            )  # fmt: skip
+            where = self.device_info.device_id, self.grid_point_coords, self.thread_id
+            return callback.io_callback(function, result, *where, *arguments, ordered=True)
 
         def eqn(self, eqn, token, invals):
             """(token, outputs) of an equation, or None where jax's own interpreter is to be asked."""
@@ -101,7 +102,7 @@ def interpreted(*, detect_races: bool = False):
                 if done is None:
                     alone = jaxpr.replace(
                         eqns=[eqn], constvars=[], invars=[v for v in eqn.invars if not hasattr(v, "val")],
-                        outvars=eqn.outvars, debug_info=None,
+                        outvars=eqn.outvars, debug_info=jaxpr.debug_info.with_unknown_names(),
                     )  # fmt: skip
                     values = [x for v, x in zip(eqn.invars, invals, strict=True) if not hasattr(v, "val")]
                     done = super().interpret(alone, token, *values)
@@ -151,16 +152,46 @@ def interpreted(*, detect_races: bool = False):
         gpu_callbacks._swap(token, device, point, thread, key, (), value, None)
         return token
 
-    original, clipped = jaxpr_interpret.JaxprInterpreter, gpu_callbacks.copy_smem_to_gmem
-    jaxpr_interpret.JaxprInterpreter = Interpreter
+    def _copy_out(*, token, device_id, grid_point_coords, thread_id, source_info, **copy):
+        """A copy to global memory, of which only what lies inside the destination is written."""
+        where = token, device_id, grid_point_coords, thread_id
+        indexers = gpu_callbacks._remove_noop_transforms(copy["src_transforms"])
+        _, value = gpu_callbacks._get(*where, copy["src_allocation_key_as_array"], indexers)
+        memory = gpu_callbacks._get_shared_memory()
+        thread = memory.get_global_thread_id(int(device_id), int(thread_id))
+        key = gpu_callbacks.HostAllocationKey.from_array(copy["dst_allocation_key_as_array"])
+        whole = utils.to_range(jax.tree.map(int, gpu_callbacks._remove_noop_transforms(copy["dst_transforms"])))
+        inside, _, _ = memory.get_buffer_content(key, whole, thread)
+        if inside is not None:
+            lengths = iter(inside.shape)
+            part = tuple(x if isinstance(x, int) else slice(x.start, x.start + next(lengths)) for x in whole)
+            trimmed = np.asarray(value)[tuple(map(slice, inside.shape))]
+            memory.store_buffer_content(key, part, trimmed, thread)
+        return token
+
+    programs, lock = {}, threading.Lock()
+
+    def _run(jaxpr, consts, *args):
+        """As jax's, which compiles the same program again for every thread of every block."""
+        with lock:
+            if jaxpr not in programs:
+                program = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None)
+                programs[jaxpr] = program.lower(consts, *args).compile()
+        programs[jaxpr](consts, *args)
+
+    replaced = [
+        (jaxpr_interpret, "JaxprInterpreter", Interpreter),
+        (thread_map, "_run_jaxpr", _run),
+        (gpu_callbacks, "copy_smem_to_gmem", _copy_out),
+    ]
     options = params.InterpretGPUParams(
         detect_races=detect_races, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"
     )
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, name, value in replaced:
+            stack.enter_context(unittest.mock.patch.object(module, name, value))
         gpu_callbacks.reset_gpu_interpret_mode_state()
-        with params.force_gpu_interpret_mode(options):
-            yield lambda: gpu_callbacks.get_races().races_found
-        assert not any(pending.values()), "a wgmma was never awaited"
-    finally:
-        jaxpr_interpret.JaxprInterpreter, gpu_callbacks.copy_smem_to_gmem = original, clipped
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+        stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        stack.enter_context(params.force_gpu_interpret_mode(options))
+        yield lambda: gpu_callbacks.get_races().races_found
+    assert not any(pending.values()), "a wgmma was never awaited"
