@@ -194,20 +194,20 @@ def test_block_loops_compute_attention(start_BS, T, offset):
     np.testing.assert_allclose(got[1], dv[0, :, 0], atol=2e-4)
 
 
-def small_problem(S: int, T: int, offset: int, blind: int):
-    """bf16 arrays of two query heads on one key/value head, K = 64, a window of 90 in two documents."""
+def small_problem(S: int, T: int, offset: int, blind: int, window: int):
+    """bf16 arrays of two query heads on one key/value head, K = 64, a window in two documents."""
     random = np.random.default_rng(S)
-    start_BS = packed_starts(random, S, T, offset, documents=1, window=90)
+    start_BS = packed_starts(random, S, T, offset, documents=1, window=window)
     start_BS[:, S - blind :] = T
     q_BSHK, dout_BSHK = (jnp.asarray(random.normal(size=(1, S, 2, 64)), jnp.bfloat16) for _ in range(2))
     k_BTGK, v_BTGK = (jnp.asarray(random.normal(size=(1, T, 1, 64)), jnp.bfloat16) for _ in range(2))
     return q_BSHK, k_BTGK, v_BTGK, start_BS, dout_BSHK
 
 
-@pytest.mark.parametrize("S, T, offset, blind", [(200, 200, 0, 0), (72, 200, 100, 5)])
-def test_the_kernels_compute_attention_in_the_interpreter(S, T, offset, blind):
+@pytest.mark.parametrize("S, T, offset, blind, window", [(200, 200, 0, 0, 190), (72, 200, 100, 5, 90)])
+def test_the_kernels_compute_attention_in_the_interpreter(S, T, offset, blind, window):
     """The kernels themselves, copies, barriers and late products included; the tolerance is that of bf16."""
-    q, k, v, start_BS, dout = small_problem(S, T, offset, blind)
+    q, k, v, start_BS, dout = small_problem(S, T, offset, blind, window)
     out, lse, dq, dk, dv = dense(q, k, v, start_BS, offset, dout)
     try:
         with hopper_interpreter.interpreted(detect_races=True) as races:
