@@ -7,8 +7,9 @@ these are fetched, and only blocks that some query sees in part are masked.
 Schedule (FlashAttention-3's): the product Q K^T of the next block is in flight with P V of the last one while the
 softmax of this one runs, and the two compute warpgroups take turns at the tensor cores.
 
-The kernels are compiled for H100 and H200 and have not been run: there is no interpreter for `wgmma` with an operand
-in registers. The tests check the block loop in plain jnp with the bounds of this file.
+The kernels are compiled for H100 and H200 without spills and have not been run on either: nothing is known about
+their speed. The tests run them on small shapes in an extension of jax's interpreter, races included, and check their
+block loops in plain numpy with the bounds of this file.
 """
 
 import dataclasses
@@ -129,24 +130,28 @@ def empty(shape: tuple[int, int]) -> jax.Array:
 
 
 def stream_blocks(streams, tiles: Tiles, lo: jax.Array, count: jax.Array, at) -> None:
-    """The memory warpgroup: blocks lo, …, lo + count - 1 of every (source, buffers, full, free) into their buffers.
+    """Blocks lo, …, lo + count - 1 of every (source, buffers, full, free, delay) into its buffers.
 
-    `at` gives the index of a run of rows in a source.
+    `at` gives the index of a run of rows in a source. Copies are asked for in the order of their use: a stream with a
+    delay of one is used one step later than the others.
     """
 
-    @pl.loop(0, count)
+    @pl.loop(0, count + max(delay for *_, delay in streams))
     def fetch(step):
-        slot = lax.rem(step, jnp.int32(tiles.stages))
-        for source, buffers, full, free in streams:
+        for source, buffers, full, free, delay in streams:
 
-            @pl.when(step >= tiles.stages)
-            def wait(free=free):
-                plgpu.barrier_wait(free.at[slot])
+            @pl.when((step >= delay) & (step < count + delay))
+            def copy(source=source, buffers=buffers, full=full, free=free, block=step - delay):
+                slot = lax.rem(block, jnp.int32(tiles.stages))
 
-            run = pl.ds((lo + step) * tiles.block, tiles.block)
-            plgpu.copy_gmem_to_smem(source.at[at(run)], buffers.at[slot], full.at[slot])
+                @pl.when(block >= tiles.stages)
+                def wait():
+                    plgpu.barrier_wait(free.at[slot])
 
-    drain([free for *_, free in streams], tiles.stages, count)
+                run = pl.ds((lo + block) * tiles.block, tiles.block)
+                plgpu.copy_gmem_to_smem(source.at[at(run)], buffers.at[slot], full.at[slot])
+
+    drain([free for _, _, _, free, _ in streams], tiles.stages, count)
 
 
 def drain(free, stages: int, count: jax.Array) -> None:
@@ -257,7 +262,7 @@ def _kernel(
         plgpu.set_max_registers(tiles.registers[1], action="decrease")
         group = lax.div(head, jnp.int32(R))
 
-        streams = ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free))
+        streams = ((k_ref, k_smem, k_full, k_free, 0), (v_ref, v_smem, v_full, v_free, 1))
         stream_blocks(streams, tiles, lo, count, lambda run: (b, run, group))
 
 

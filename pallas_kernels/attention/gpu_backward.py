@@ -5,8 +5,8 @@ With s = q . k / sqrt(K), p = exp(s - lse), dp = do . v and delta = sum(do * out
     ds = p (dp - delta) / sqrt(K)    dq_i = sum_j ds_ij k_j    dk_j = sum_i ds_ij q_i    dv_j = sum_i p_ij do_i
 
 No sum is spread over blocks of threads: the results are the same on every run, and memory is linear in the length. dk
-and dv sum over the query heads of their key/value head inside the kernel. Compiled for H100 and H200, not run: see
-`gpu.py`, which also defines the mask.
+and dv sum over the query heads of their key/value head inside the kernel. Compiled for H100 and H200, not run on
+either: see `gpu.py`, which also defines the mask.
 """
 
 import functools
@@ -149,7 +149,7 @@ def _dq_kernel(
         plgpu.set_max_registers(tiles.registers[1], action="decrease")
         group = lax.div(head, jnp.int32(R))
 
-        streams = ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free))
+        streams = ((k_ref, k_smem, k_full, k_free, 0), (v_ref, v_smem, v_full, v_free, 0))
         stream_blocks(streams, tiles, lo, count, lambda run: (b, run, group))
 
 
