@@ -36,7 +36,7 @@ from pallas_kernels.attention.gpu import (
 )  # fmt: skip
 
 DQ = Tiles(rows=64, block=128, stages=2)
-DKV = Tiles(rows=64, block=64, stages=2)
+DKV = Tiles(rows=64, block=64, stages=4)
 
 
 def query_bounds(start_BS: jax.Array, T: int, offset: int, tile: int, parts: int, block: int) -> jax.Array:
