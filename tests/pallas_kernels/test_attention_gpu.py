@@ -5,18 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import hopper_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
 
-pytest.importorskip("absl", reason="jax.experimental.pallas.mosaic_gpu needs absl-py")
-
 from pallas_kernels import aot
 from pallas_kernels.attention import gpu, gpu_backward
-from tests.pallas_kernels import hopper_interpreter
 
 SMALL = gpu.Tiles(rows=64, block=64)
 key_bounds = jax.jit(gpu.key_bounds, static_argnums=range(1, 6))
@@ -262,7 +261,7 @@ COMPILE = """
 import functools, jax
 from pallas_kernels import aot
 from pallas_kernels.attention import gpu, gpu_backward
-from tests.pallas_kernels.test_attention_gpu import specs
+from test_attention_gpu import specs
 for chip, S in (("h100", 4096), ("h200", 131072)):
     forward, residuals = specs(S)
     aot.compile_for(chip, gpu.forward, *forward)
@@ -276,7 +275,8 @@ def test_compiles_for_hopper_without_spills():
         aot.devices("h100")
     except RuntimeError as error:
         pytest.skip(str(error))
-    environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join([*map(str, Path(__file__).parents[:3:2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=200)
     report = ran.stdout + ran.stderr
     assert ran.returncode == 0, report[-3000:]
