@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from north_jax.sampler.engine import PAGE_SIZE, Engine
+from north_jax.sampler.programs import DECODE_STEPS
 from north_jax.sampler.sampling import Sampling
 
 SLOTS, CONTEXT, EOS = 8, 128, 3
@@ -214,17 +215,21 @@ def test_swap_in_the_middle_recomputes_under_the_new_weights(engine, forward, mo
     jobs = [(prompt(10 + i, seed=i), Sampling(30, seed=i, ignore_eos=True)) for i in range(count)]
     before = drawn(engine)
     futures = [engine.submit(str(i), *job) for i, job in enumerate(jobs)]
-    permits.release(3)
-    wait_for(lambda: drawn(engine) - before == 12 * count)
+    permits.release(2)
+    wait_for(lambda: drawn(engine) - before == 2 * DECODE_STEPS * count)
     engine.swap(new, "v1").result()
     permits.release(100)
     for (ids, _), result in zip(jobs, (f.result() for f in futures), strict=True):
-        assert result.spans == [("v0", 0, 12), ("v1", 12, 30)]
+        assert result.spans == [("v0", 0, 2 * DECODE_STEPS), ("v1", 2 * DECODE_STEPS, 30)]
         assert (result.version, result.retractions) == ("v1", 1)
         old_logprobs = expected_logprobs(forward, model, ids, result.ids)
         new_logprobs = expected_logprobs(forward, new, ids, result.ids)
-        np.testing.assert_allclose(result.logprobs, old_logprobs[:12] + new_logprobs[12:], atol=1e-5)
-        assert np.abs(np.subtract(old_logprobs, new_logprobs))[12:].max() > 0.1  # the test can tell them apart
+        np.testing.assert_allclose(
+            result.logprobs, old_logprobs[: 2 * DECODE_STEPS] + new_logprobs[2 * DECODE_STEPS :], atol=1e-5
+        )
+        assert (
+            np.abs(np.subtract(old_logprobs, new_logprobs))[2 * DECODE_STEPS :].max() > 0.1
+        )  # the test can tell them apart
 
 
 def test_swap_without_flush_keeps_old_keys_and_nobody_else_uses_them(engine, forward, model, make_model, monkeypatch):
@@ -265,10 +270,10 @@ def test_abort_keeps_what_was_drawn(engine, forward, model, monkeypatch):
     ids = prompt(9)
     running = [engine.submit(rid, ids, greedy(100)) for rid in ("keep", "end")]
     permits.release(2)
-    wait_for(lambda: drawn(engine) - before == 16)
+    wait_for(lambda: drawn(engine) - before == 4 * DECODE_STEPS)
     assert engine.abort("end").result() == 1
     ended = running[1].result()
-    assert (ended.finish, len(ended.ids)) == (("abort", "Aborted"), 8)
+    assert (ended.finish, len(ended.ids)) == (("abort", "Aborted"), 2 * DECODE_STEPS)
     np.testing.assert_allclose(ended.logprobs, expected_logprobs(forward, model, ids, ended.ids), atol=1e-5)
     permits.release(100)
     assert running[0].result().finish == ("length", 100)
@@ -303,11 +308,11 @@ def test_pause_and_resume_change_nothing_in_the_tokens(engine, monkeypatch, mode
     before = drawn(engine)
     future = engine.submit("b", ids, sampling)
     permits.release(2)
-    wait_for(lambda: drawn(engine) - before == 8)
+    wait_for(lambda: drawn(engine) - before == 2 * DECODE_STEPS)
     engine.pause(mode).result()
     permits.release(100)
     time.sleep(0.05)
-    assert drawn(engine) - before == 8
+    assert drawn(engine) - before == 2 * DECODE_STEPS
     assert not future.done()
     engine.resume().result()
     result = future.result()
@@ -321,17 +326,17 @@ def test_pause_retract_swap_resume(engine, forward, model, make_model, monkeypat
     permits = step_by_step(engine, monkeypatch)
     before, ids = drawn(engine), prompt(30, seed=14)
     future = engine.submit("a", ids, greedy(24))
-    permits.release(3)
-    wait_for(lambda: drawn(engine) - before == 12)
+    permits.release(2)
+    wait_for(lambda: drawn(engine) - before == 2 * DECODE_STEPS)
     engine.pause("retract").result()
     assert engine.flush().result() is True
     engine.swap(new, "v1").result()
     engine.resume().result()
     permits.release(100)
     result = future.result()
-    assert (result.spans, result.retractions) == ([("v0", 0, 12), ("v1", 12, 24)], 1)
-    want = expected_logprobs(forward, model, ids, result.ids)[:12]
-    want += expected_logprobs(forward, new, ids, result.ids)[12:]
+    assert (result.spans, result.retractions) == ([("v0", 0, 2 * DECODE_STEPS), ("v1", 2 * DECODE_STEPS, 24)], 1)
+    want = expected_logprobs(forward, model, ids, result.ids)[: 2 * DECODE_STEPS]
+    want += expected_logprobs(forward, new, ids, result.ids)[2 * DECODE_STEPS :]
     np.testing.assert_allclose(result.logprobs, want, atol=1e-5)
 
 

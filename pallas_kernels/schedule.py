@@ -1,0 +1,81 @@
+"""Reads the schedules and register counts that compilers write down: what is known of a kernel without running it.
+
+All of it is a static bound. A TPU kernel cannot be faster than its bundles, one a cycle; waiting for memory comes on
+top.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+# libtpu's flags, for LIBTPU_INIT_ARGS of a process that has not loaded it yet; {folder} gets hundreds of megabytes.
+DUMP = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+# A shorter run of bundles is loop overhead.
+LEAST_BUNDLES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A run of bundles without a branch in it: one pass of a loop, mostly.
+
+    mxu: the share of the matrix units' issue slots in use. spills: stores of registers that did not fit.
+    """
+
+    kernel: str
+    bundles: int
+    mxu: float
+    spills: int
+
+
+def bodies(folder: pathlib.Path) -> list[Body]:
+    """The runs of bundles of every TPU kernel dumped to `folder` that use the matrix units, in program order."""
+    found = []
+    for path in sorted(folder.glob("*-final_hlo-static-per-bundle-utilization.txt")):
+        stamp, kernel = re.match(r"(\d+)-(.*)-\d+-final_hlo", path.name).groups()
+        (listing,) = (
+            p for p in folder.iterdir() if re.fullmatch(rf"{stamp}-{re.escape(kernel)}-\d+-final_bundles.txt", p.name)
+        )
+        lines = path.read_text().splitlines()
+        names, capacity = [name.strip() for name in lines[1].split(",")], [int(n) for n in lines[2].split()]
+        rows = [[int(n) for n in line.split()] for line in lines[4:] if re.match(r"\s*\d", line)]
+        mxu, spill = names.index("MXU"), names.index("VSTORE:SPILL")
+        cuts = [*_branches(listing), len(rows)]
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            run = rows[start:end]
+            used = sum(row[mxu] for row in run)
+            if len(run) >= LEAST_BUNDLES and used:
+                share = used / (len(run) * capacity[mxu])
+                found.append(Body(kernel, len(run), share, sum(row[spill] if len(row) > spill else 0 for row in run)))
+    return found
+
+
+def _branches(listing: pathlib.Path) -> list[int]:
+    """Where runs of bundles begin: after a branch, and at a label."""
+    starts = set()
+    address = 0
+    for line in listing.read_text().splitlines():
+        if head := re.match(r"\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:", line):
+            address = int(head[1], 16)
+            if head[2]:
+                starts.add(address)
+        if "sbr.rel" in line:
+            starts.add(address + 1)
+    return sorted(starts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Registers:
+    """What ptxas says of one GPU kernel: registers of a thread at launch, and bytes spilled."""
+
+    kernel: str
+    registers: int
+    spilled: int
+
+
+def registers(log: str) -> list[Registers]:
+    """The kernels in what MOSAIC_GPU_DUMP_PTXAS=1 prints."""
+    pattern = re.compile(
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        re.S,
+    )
+    return [Registers(m[1], int(m[4]), int(m[2]) + int(m[3])) for m in pattern.finditer(log)]
