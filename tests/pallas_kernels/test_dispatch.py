@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -156,6 +157,7 @@ def test_no_scatter_and_no_sort():
 
 def test_memory_is_linear_in_pairs():
     """Per pair, on a GPU: a few numbers, where its rows of North Mini Code are 4096 bytes."""
+    needs_compiler("h100")
     for N in (2048, 16384):
         indices = jax.ShapeDtypeStruct((N, 8), jnp.int32)
         compiled = aot.compile_for("h100", lambda indices: sort_by_expert(indices, 128), indices)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -176,6 +177,7 @@ BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 @functools.cache
 def compiled_text(chip, method, *, differentiated, N=256, C=2, D=128, E=32):
     """Compiled for all devices of a topology, N tokens on each. Experts without matrices: only the exchange."""
+    needs_compiler(chip)
     devices = aot.devices(chip, TARGETS[chip])
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "expert"))
     function = over(mesh, method, experts=lambda x_PD, sizes_E, up_EDF, down_EFD: jax.nn.silu(x_PD))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
@@ -138,13 +139,6 @@ def test_auto_is_settled_by_the_platform_it_is_lowered_for():
     for platform, calls in (("tpu", 6), ("cpu", 0)):
         exported = jax.export.export(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), platforms=[platform])(*specs)
         assert exported.mlir_module().count("@tpu_custom_call(") == calls
-
-
-def needs_compiler(chip):
-    try:
-        aot.devices(chip)
-    except RuntimeError as error:
-        pytest.skip(str(error))
 
 
 def experts(x_PD, gate_EDF, up_EDF, down_EFD, sizes_E):
