@@ -1,7 +1,5 @@
 """The public functions: the span of keys of every query, and attention over it by one backend by name."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -26,7 +24,6 @@ def spans(S: int, *, window: int | None = None, segment_ids_BS: jax.Array | None
     return start_BS, jnp.broadcast_to(index_1S + 1, start_BS.shape)
 
 
-@functools.partial(jax.named_call, name="attention")
 def attention(
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,

@@ -25,9 +25,11 @@ from pallas_kernels.attention.tpu_common import (
     as_columns,
     dot,
     each_head,
+    fetch_keys,
     lanes,
     seen,
     walk,
+    whole_or_masked,
     widen,
 )
 
@@ -43,13 +45,6 @@ def _forward_kernel(
     l_ref[...] = jnp.zeros_like(l_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
     start_QL[...], end_QL[...] = as_columns(start_ref[0]), as_columns(end_ref[0])
-
-    def copies(j, slot):
-        at = b, pl.ds(pl.multiple_of(j * tiles.k, tiles.k), tiles.k), lanes(g, K)
-        return [
-            pltpu.make_async_copy(hbm.at[at], buf.at[slot], arrived.at[slot, n])
-            for n, (hbm, buf) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf)))
-        ]
 
     def attend(h, j, slot, masked: bool):
         for c in range(tiles.k // tiles.compute):
@@ -71,14 +66,10 @@ def _forward_kernel(
             acc_ref[h] = widen(fade_QL, K) * acc_ref[h] + new_QK
 
     def use(j, slot):
-        full = (full_first <= j) & (j < full_end)
-        for masked in (False, True):
+        whole = (full_first <= j) & (j < full_end)
+        whole_or_masked(whole, lambda masked: each_head(R, lambda h: attend(h, j, slot, masked)))
 
-            @pl.when(full != masked)
-            def _(masked=masked):
-                each_head(R, lambda h: attend(h, j, slot, masked))
-
-    walk(first, end, copies, use)
+    walk(first, end, fetch_keys(b, g, tiles, (k_hbm, v_hbm), (k_buf, v_buf), arrived), use)
 
     def finish(h):
         l_Q1 = jnp.sum(l_ref[h], axis=1, keepdims=True)
@@ -155,20 +146,18 @@ def _forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale: float, tiles: Tile
     return out.reshape(B, S, H, K), lse2_BGRS.reshape(B, H, S)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _attention(q, k, v, start, end, scale, tiles, backward_tiles, interpret):
-    out, lse2 = _forward(q, k, v, start, end, scale, tiles, interpret)
-    return out, lse2 / LOG2E
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attention(q, k, v, start, end, scale, tiles, interpret):
+    return _attention_forward(q, k, v, start, end, scale, tiles, interpret)[0]
 
 
-def _attention_forward(q, k, v, start, end, scale, tiles, backward_tiles, interpret):
+def _attention_forward(q, k, v, start, end, scale, tiles, interpret):
     out, lse2 = _forward(q, k, v, start, end, scale, tiles, interpret)
     return (out, lse2 / LOG2E), (q, k, v, start, end, out, lse2)
 
 
-def _attention_backward(scale, tiles, backward_tiles, interpret, saved, cotangents):
-    gradients = tpu_backward.gradients(*saved, *cotangents, scale, backward_tiles, interpret)
-    return *gradients, None, None
+def _attention_backward(scale, tiles, interpret, saved, cotangents):
+    return *tpu_backward.gradients(*saved, *cotangents, scale, tiles, interpret), None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -200,6 +189,6 @@ def attention(
     end_BS = jnp.minimum(end_BS, T)
     out, lse_BHS = _attention(
         pad(q_BSHK, q_pad), pad(k_BTGK, k_pad), pad(v_BTGK, k_pad), pad(start_BS, q_pad), pad(end_BS, q_pad),
-        scale, tiles, tiles, interpret,
+        scale, tiles, interpret,
     )  # fmt: skip
     return out[:, :S], lse_BHS[:, :, :S]

@@ -23,9 +23,11 @@ from pallas_kernels.attention.tpu_common import (
     as_columns,
     dot,
     each_head,
+    fetch_keys,
     lanes,
     seen,
     walk,
+    whole_or_masked,
     widen,
 )
 
@@ -46,13 +48,6 @@ def _dq_kernel(
 
     each_head(R, columns)
 
-    def copies(j, slot):
-        at = b, pl.ds(pl.multiple_of(j * tiles.k, tiles.k), tiles.k), lanes(g, K)
-        return [
-            pltpu.make_async_copy(hbm.at[at], buf.at[slot], arrived.at[slot, n])
-            for n, (hbm, buf) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf)))
-        ]
-
     def differentiate(h, j, slot, masked: bool):
         for c in range(tiles.k // tiles.compute):
             keys = pl.ds(c * tiles.compute, tiles.compute)
@@ -67,14 +62,10 @@ def _dq_kernel(
             acc_ref[h] += dot(ds_QT.astype(k_buf.dtype), k_buf[slot, keys, :], ROWS_BY_COLUMNS)
 
     def use(j, slot):
-        full = (full_first <= j) & (j < full_end)
-        for masked in (False, True):
+        whole = (full_first <= j) & (j < full_end)
+        whole_or_masked(whole, lambda masked: each_head(R, lambda h: differentiate(h, j, slot, masked)))
 
-            @pl.when(full != masked)
-            def _(masked=masked):
-                each_head(R, lambda h: differentiate(h, j, slot, masked))
-
-    walk(first, end, copies, use)
+    walk(first, end, fetch_keys(b, g, tiles, (k_hbm, v_hbm), (k_buf, v_buf), arrived), use)
 
     def finish(h):
         dq_ref[0, :, lanes(h, K)] = (acc_ref[h] * scale).astype(dq_ref.dtype)
@@ -122,12 +113,8 @@ def _dkv_kernel(
 
     def use(i, slot):
         at = 4 * (b * query_blocks + i)
-        full = (bounds[at + 2] <= j) & (j < bounds[at + 3])
-        for masked in (False, True):
-
-            @pl.when(full != masked)
-            def _(masked=masked):
-                each_head(R, lambda h: differentiate(h, slot, masked))
+        whole = (bounds[at + 2] <= j) & (j < bounds[at + 3])
+        whole_or_masked(whole, lambda masked: each_head(R, lambda h: differentiate(h, slot, masked)))
 
     walk(first, end, copies, use)
     dk_ref[0] = (dk_acc[...] * scale).astype(dk_ref.dtype)

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 LOG2E = math.log2(math.e)
@@ -78,6 +79,26 @@ def walk(first, end, copies, use) -> None:
         use(j, slot)
 
     jax.lax.fori_loop(first, end, step, None)
+
+
+def fetch_keys(b, g, tiles: Tiles, hbm_refs, buffers, arrived):
+    """For `walk`: the copies of block j of a key/value head's keys and values from [B, T, G * K] to a slot."""
+    K = buffers[0].shape[-1]
+
+    def copies(j, slot):
+        at = b, pl.ds(pl.multiple_of(j * tiles.k, tiles.k), tiles.k), lanes(g, K)
+        return [
+            pltpu.make_async_copy(hbm.at[at], buf.at[slot], arrived.at[slot, n])
+            for n, (hbm, buf) in enumerate(zip(hbm_refs, buffers, strict=True))
+        ]
+
+    return copies
+
+
+def whole_or_masked(whole, use) -> None:
+    """use(masked=False) where the block is seen whole, else use(masked=True)."""
+    pl.when(whole)(lambda: use(masked=False))
+    pl.when(jnp.logical_not(whole))(lambda: use(masked=True))
 
 
 def each_head(heads: int, use) -> None:
