@@ -163,6 +163,23 @@ def drain(free, stages: int, count: jax.Array) -> None:
             plgpu.barrier_wait(barrier.at[lax.rem(step, jnp.int32(stages))])
 
 
+def launch(kernel, name: str, tiles: Tiles, grid, q_shape, k_shape, **types):
+    """The kernel over (batch, tile, head), a memory warpgroup beside the others of `tiles`.
+
+    Heads vary fastest: the query heads of one key/value head run side by side and share its blocks in L2.
+    """
+    return plgpu.kernel(
+        functools.partial(kernel, tiles=tiles, R=q_shape[2] // k_shape[2], scale=q_shape[3] ** -0.5),
+        **types,
+        grid=grid,
+        grid_names=("batch", "tile", "head"),
+        num_threads=tiles.warpgroups + 1,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=COMPILER,
+    )
+
+
 def _kernel(
     q_ref, k_ref, v_ref, limits_ref, bounds_ref, out_ref, lse_ref,
     q_smem, k_smem, v_smem, limits_smem, place_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn,
@@ -283,13 +300,13 @@ def forward(
     Lengths that are not multiples of 8 cost a copy.
     """
     B, S, H, K = q_BSHK.shape
-    T, G = k_BTGK.shape[1:3]
+    T = k_BTGK.shape[1]
     bounds = key_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
     limits_B2S = limits(start_BS, T, offset, tiles.tile)
     q_BSHK, k_BTGK, v_BTGK = grown(q_BSHK, tiles.rows), grown(k_BTGK, tiles.block), grown(v_BTGK, tiles.block)
     stream = plgpu.SMEM((tiles.stages, tiles.block, K), q_BSHK.dtype, transforms=LAYOUT)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, tiles=tiles, R=H // G, scale=K**-0.5),
+    kernel = launch(
+        _kernel, "attention_forward", tiles, (B, bounds.shape[1], H), q_BSHK.shape, k_BTGK.shape,
         out_type=(
             jax.ShapeDtypeStruct(q_BSHK.shape, q_BSHK.dtype),
             jax.ShapeDtypeStruct((B, H, limits_B2S.shape[2]), jnp.float32),
@@ -308,13 +325,6 @@ def forward(
             plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
             plgpu.Barrier(num_barriers=tiles.warpgroups),
         ),
-        # Heads vary fastest: the query heads of one key/value head run side by side and share its blocks in L2.
-        grid=(B, bounds.shape[1], H),
-        grid_names=("batch", "tile", "head"),
-        num_threads=tiles.warpgroups + 1,
-        thread_name="wg",
-        kernel_name="attention_forward",
-        compiler_params=COMPILER,
-    )
+    )  # fmt: skip
     out_BSHK, lse_BHS = kernel(q_BSHK, k_BTGK, v_BTGK, limits_B2S, bounds)
     return out_BSHK[:, :S], lse_BHS[:, :, :S]

@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.gpu import (
     COLUMNS,
-    COMPILER,
     LAYOUT,
     LOG2E,
     ROWS,
@@ -28,6 +27,7 @@ from pallas_kernels.attention.gpu import (
     drain,
     grown,
     key_bounds,
+    launch,
     limits,
     masked_scores,
     padded,
@@ -160,7 +160,7 @@ def _dkv_kernel(
 ):  # fmt: skip
     rows, block, stages = tiles.rows, tiles.block, tiles.stages
     # The first keys are seen by most queries: ascending tiles already start the long ones first.
-    b, tile, group = lax.axis_index("batch"), lax.axis_index("tile"), lax.axis_index("group")
+    b, tile, group = lax.axis_index("batch"), lax.axis_index("tile"), lax.axis_index("head")
     wg = lax.axis_index("wg")
     lo = bounds_ref[b, tile, 0]
     blocks = bounds_ref[b, tile, 1] - lo
@@ -245,7 +245,7 @@ def dq(
 ) -> jax.Array:  # fmt: skip
     """dq_BSHK of `gpu.forward`; stats_BH2S from `statistics`, with a tile that is a multiple of `tiles.tile`."""
     B, S, H, K = q_BSHK.shape
-    T, G = k_BTGK.shape[1:3]
+    T = k_BTGK.shape[1]
     bounds = key_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
     limits_B2S = limits(start_BS, T, offset, tiles.tile)
     q_BSHK, dout_BSHK = grown(q_BSHK, tiles.rows), grown(dout_BSHK, tiles.rows)
@@ -254,8 +254,8 @@ def dq(
     stream = plgpu.SMEM((tiles.stages, tiles.block, K), q_BSHK.dtype, transforms=LAYOUT)
     full = plgpu.Barrier(num_barriers=tiles.stages)
     free = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
-    dq_BSHK = plgpu.kernel(
-        functools.partial(_dq_kernel, tiles=tiles, R=H // G, scale=K**-0.5),
+    dq_BSHK = launch(
+        _dq_kernel, "attention_dq", tiles, (B, bounds.shape[1], H), q_BSHK.shape, k_BTGK.shape,
         out_type=jax.ShapeDtypeStruct(q_BSHK.shape, q_BSHK.dtype),
         scratch_types=(
             held, held, stream, stream,
@@ -265,12 +265,6 @@ def dq(
             plgpu.Barrier(num_arrivals=4, num_barriers=tiles.warpgroups),
             full, full, free, free,
         ),
-        grid=(B, bounds.shape[1], H),
-        grid_names=("batch", "tile", "head"),
-        num_threads=tiles.warpgroups + 1,
-        thread_name="wg",
-        kernel_name="attention_dq",
-        compiler_params=COMPILER,
     )(q_BSHK, k_BTGK, v_BTGK, dout_BSHK, stats_BH2S, limits_B2S, bounds)  # fmt: skip
     return dq_BSHK[:, :S]
 
@@ -280,7 +274,7 @@ def dkv(
     stats_BH2S: jax.Array, start_BS: jax.Array, *, offset: int = 0, tiles: Tiles = DKV,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """dk_BTGK and dv_BTGK of `gpu.forward`; stats_BH2S as for `dq`, with a multiple of `tiles.block`."""
-    B, _, H, K = q_BSHK.shape
+    B, K = q_BSHK.shape[0], q_BSHK.shape[3]
     T, G = k_BTGK.shape[1:3]
     bounds = query_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
     limits_B2S = limits(start_BS, T, offset, tiles.block)
@@ -289,8 +283,8 @@ def dkv(
     held = plgpu.SMEM((tiles.warpgroups, tiles.rows, K), q_BSHK.dtype, transforms=LAYOUT)
     stream = plgpu.SMEM((tiles.stages, tiles.block, K), q_BSHK.dtype, transforms=LAYOUT)
     result = jax.ShapeDtypeStruct(k_BTGK.shape, k_BTGK.dtype)
-    dk_BTGK, dv_BTGK = plgpu.kernel(
-        functools.partial(_dkv_kernel, tiles=tiles, R=H // G, scale=K**-0.5),
+    dk_BTGK, dv_BTGK = launch(
+        _dkv_kernel, "attention_dkv", tiles, (B, bounds.shape[1], G), q_BSHK.shape, k_BTGK.shape,
         out_type=(result, result),
         scratch_types=(
             held, held, stream, stream,
@@ -301,12 +295,6 @@ def dkv(
             plgpu.Barrier(num_barriers=tiles.stages),
             plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
         ),
-        grid=(B, bounds.shape[1], G),
-        grid_names=("batch", "tile", "group"),
-        num_threads=tiles.warpgroups + 1,
-        thread_name="wg",
-        kernel_name="attention_dkv",
-        compiler_params=COMPILER,
     )(q_BSHK, k_BTGK, v_BTGK, dout_BSHK, stats_BH2S, limits_B2S, bounds)  # fmt: skip
     return dk_BTGK[:, :T], dv_BTGK[:, :T]
 
