@@ -340,10 +340,10 @@ def send(tensors, version):
 tensors = load_file(sys.argv[2])
 norm, expert = "model.norm.weight", "model.layers.3.mlp.experts.5.up_proj.weight"
 answers = [ask("/begin_weight_update", {})]
-answers.append(send({norm: tensors[norm] * 2, "model.layers.9.input_layernorm.weight": tensors[norm]}, "a"))
-answers.append(send({norm: tensors[norm] * 2, expert: tensors[expert].T.contiguous()}, "b"))
+answers.append(send({norm: tensors[norm] / 2, "model.layers.9.input_layernorm.weight": tensors[norm]}, "a"))
+answers.append(send({norm: tensors[norm] / 2, expert: tensors[expert].T.contiguous()}, "b"))
 answers.append(ask("/weights_checker", {"action": "checksum"}))
-answers.append(send({norm: tensors[norm] * 2}, "c"))
+answers.append(send({norm: tensors[norm] / 2}, "c"))
 answers.append(ask("/end_weight_update", {}))
 print(json.dumps(answers))
 """
@@ -369,11 +369,11 @@ def test_tensors_that_are_not_this_models_change_nothing(url, tmp_path):
         after = served(url)
         assert after[1] == "c" and after[0] != before[0]
 
-        def doubled(tensors):
-            tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+        def halved(tensors):  # not doubled, which would double the rounding of the logits too
+            tensors["model.norm.weight"] = tensors["model.norm.weight"] / 2
 
         answer = generate(url, prompt(20), logprob_start_len=0)
-        agrees(hf.load(folder_of(tmp_path / "doubled", doubled), moe="dense"), prompt(20), answer)
+        agrees(hf.load(folder_of(tmp_path / "halved", halved), moe="dense"), prompt(20), answer)
     finally:
         ask(url, "/update_weights_from_disk", {"model_path": str(SEED), "weight_version": before[1]})
     assert served(url) == before
