@@ -1,9 +1,9 @@
 """Grouped products as Pallas TPU kernels: rows by matrices, rows by rows, and the gated pair, with their gradients.
 
 Rows come in tiles of `Tiles.rows` through Pallas' own pipeline. A tile is visited once for each group it holds, in
-order, so each step has one tile and one matrix; a visit multiplies only its own rows, in pieces. Rows by matrices waste
-work only where two groups share a unit of rows (16 in bfloat16, 8 in float32: the least a register holds), a unit a
-boundary: 3 % and 1.5 % of North's 65,536 rows. Rows by rows round the last piece up instead (15 %; see TILES).
+order, so each step has one tile and one matrix; a visit multiplies only its own rows, in pieces. Work is wasted only
+where two groups share a unit of rows (16 in bfloat16, 8 in float32: the least a register holds), a unit a boundary: 3 %
+and 1.5 % of North's 65,536 rows.
 
 Contractions are never split: a whole row of `x` and a block of columns of the matrix lie in VMEM together.
 """
@@ -27,29 +27,32 @@ VMEM_BYTES = 48 * 2**20
 class Tiles:
     """Rows of a tile (a multiple of 16), the most columns of a block (all, or a multiple of 128), rows of a product.
 
-    `piece` rows by a matrix, `depth` rows by rows; both 16 times a power of two.
+    `piece` rows by a matrix, `depth` rows by rows; both 16 times a power of two. blocks: the least number of blocks of
+    columns, which the cores of a device share.
     """
 
     rows: int
     columns: int
     piece: int
     depth: int
+    blocks: int = 1
 
 
 # In bfloat16 North's whole matrices fit, so rows and matrices are read once. In float32 a part of them does.
-# The two cores of a v5p device share the blocks of columns: give it half the width, at a second reading of the rows.
-# A product of rows by rows takes nearly as long for 16 as for 256 (in the compiler's schedule for v6e 1,700 and 2,000
-# bundles: all of the sum is read and written), so its rest is one product, though up to half of that is nothing.
+# A product of rows by rows takes nearly as long for 16 as for `depth` (all of the sum is read and written), so the rest
+# of a visit is one product, of the units it has and no more: a program for every such number, and `depth` no larger
+# than a matrix unit of a v6e or TPU7x has rows.
 TILES = {
     jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128, depth=256),
     jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128, depth=128),
 }
 
 
-def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, exact: bool, work: Callable) -> None:
+def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, split: bool, work: Callable) -> None:
     """work(start, size, first) so that rows low to high of a tile each lie once in first to high of a piece.
 
-    Whole pieces, then the rest: `exact`, a piece for each power of two in it, else one of the next power of two.
+    Whole pieces, then the rest: `split` into a piece for each power of two in it, else as one piece. Either way no unit
+    is multiplied that has no row of the visit.
     """
     sizes = [unit << bit for bit in range(16) if unit << bit <= min(piece, rows)]
     start, count = first_row(low, unit), computed_rows(low, high, unit)
@@ -62,14 +65,13 @@ def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: in
     jax.lax.fori_loop(0, whole, whole_piece, None)
     start += whole * sizes[-1]
     rest = count - whole * sizes[-1]
-    if exact:
+    if split:
         for size in reversed(sizes[:-1]):
             pl.when((rest & size) != 0)(functools.partial(work, pl.multiple_of(start, unit), size, low))
             start += rest & size
     else:
-        for less, size in zip([0, *sizes], sizes, strict=False):
-            inside = pl.multiple_of(jnp.minimum(start, rows - size), unit)  # it may not pass the end of the tile
-            pl.when((rest > less) & (rest <= size))(functools.partial(work, inside, size, jnp.maximum(start, low)))
+        for size in range(unit, sizes[-1], unit):
+            pl.when(rest == size)(functools.partial(work, pl.multiple_of(start, unit), size, low))
 
 
 def _own(shape: tuple[int, int], start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -93,18 +95,19 @@ def _tiles(tiles: Tiles | None, arrays: Sequence[jax.Array]) -> Tiles:
     return tiles or TILES[arrays[0].dtype]
 
 
-def _cut(x: jax.Array, width: int, tiles: Tiles) -> tuple[int, int, int, int]:
+def cut(P: int, dtype: jnp.dtype, width: int, tiles: Tiles) -> tuple[int, int, int, int]:
     """Rows of a tile, rows of a unit, and columns and number of the blocks that share `width` evenly."""
-    unit = unit_rows(x.dtype)
-    blocks = pl.cdiv(width, tiles.columns)
+    unit = unit_rows(dtype)
+    blocks = max(pl.cdiv(width, tiles.columns), min(tiles.blocks, pl.cdiv(width, 128)))
     columns = width if blocks == 1 else pl.cdiv(width, blocks * 128) * 128
-    return min(tiles.rows, pl.cdiv(x.shape[0], unit) * unit), unit, columns, pl.cdiv(width, columns)
+    return min(tiles.rows, pl.cdiv(P, unit) * unit), unit, columns, pl.cdiv(width, columns)
 
 
-def _call(kernel, visits, blocks, inputs, in_specs, outputs, out_specs, *, flops, exponentials=0, scratch=()):
+def _call(name, kernel, visits, blocks, inputs, in_specs, outputs, out_specs, *, flops, exponentials=0, scratch=()):
     sizes = [x.size * x.dtype.itemsize for x in (*inputs, *outputs)]
     return pl.pallas_call(
         kernel,
+        name=name,
         out_shape=outputs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
@@ -121,6 +124,7 @@ def _call(kernel, visits, blocks, inputs, in_specs, outputs, out_specs, *, flops
 
 
 def _rows_by_matrices(
+    name: str,
     combine: Callable,
     rows_in: Sequence[jax.Array],
     matrices: Sequence[jax.Array],
@@ -137,7 +141,7 @@ def _rows_by_matrices(
     """
     (P, K), width = rows_in[0].shape, matrices[0].shape[1 if transposed else 2]
     tiles = _tiles(tiles, (*rows_in, *matrices))
-    rows, unit, columns, blocks = _cut(rows_in[0], width, tiles)
+    rows, unit, columns, blocks = cut(P, rows_in[0].dtype, width, tiles)
 
     def kernel(group_G, tile_G, low_G, high_G, *refs):
         ins, mats, outs = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
@@ -163,6 +167,7 @@ def _rows_by_matrices(
     else:
         matrix_spec = pl.BlockSpec((None, K, columns), lambda c, g, group_G, *_: (group_G[g], 0, c))
     return _call(
+        name,
         kernel,
         schedule(sizes_E, P, rows, empty=False),
         blocks,
@@ -177,6 +182,7 @@ def _rows_by_matrices(
 
 
 def _rows_by_rows(
+    name: str,
     combine: Callable,
     x_PD: jax.Array,
     rows_in: Sequence[jax.Array],
@@ -189,7 +195,7 @@ def _rows_by_rows(
     """Arrays [E, D, width] of Σ_p x_PD[p]ᵀ y[p] over each group's rows, y one of combine(rows); zero without rows."""
     (P, D), width, E = x_PD.shape, rows_in[0].shape[1], len(sizes_E)
     tiles = _tiles(tiles, (x_PD, *rows_in))
-    rows, unit, columns, blocks = _cut(x_PD, width, tiles)
+    rows, unit, columns, blocks = cut(P, x_PD.dtype, width, tiles)
 
     def kernel(group_G, tile_G, low_G, high_G, x_ref, *refs):
         ins, outs, sums = refs[: len(rows_in)], refs[len(rows_in) : -outputs], refs[-outputs:]
@@ -223,6 +229,7 @@ def _rows_by_rows(
 
     row_spec = pl.BlockSpec((rows, columns), lambda c, g, group_G, tile_G, *_: (tile_G[g], c))
     return _call(
+        name,
         kernel,
         schedule(sizes_E, P, rows, empty=True),
         blocks,
@@ -240,6 +247,7 @@ def gmm(x_PD: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool =
     """out[p] = x_PD[p] @ w[e] with w [E, D, F], or `transposed` x_PD[p] @ w[e]ᵀ with w [E, F, D]: [P, F]."""
     contract = (1, 1) if transposed else (1, 0)
     (out,) = _rows_by_matrices(
+        "grouped_dx" if transposed else "grouped_forward",
         lambda rows, mats: [_dot(rows[0], mats[0][...], contract)],
         [x_PD],
         [w],
@@ -253,7 +261,7 @@ def gmm(x_PD: jax.Array, w: jax.Array, sizes_E: jax.Array, *, transposed: bool =
 
 def tgmm(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles: Tiles | None = None) -> jax.Array:
     """out_EDF[e] = Σ_{p in e} x_PD[p]ᵀ y_PF[p], summed in float32; zero for a group without rows."""
-    (out_EDF,) = _rows_by_rows(lambda rows: rows, x_PD, [y_PF], sizes_E, outputs=1, tiles=tiles)
+    (out_EDF,) = _rows_by_rows("grouped_dw", lambda rows: rows, x_PD, [y_PF], sizes_E, outputs=1, tiles=tiles)
     return out_EDF
 
 
@@ -281,6 +289,7 @@ def gated(
         return [hidden, a, b] if save else [hidden]
 
     return _rows_by_matrices(
+        "gated_forward",
         combine,
         [x_PD],
         [gate_EDF, up_EDF],
@@ -318,6 +327,7 @@ def gated_gradients(
 
     rows_in, exponentials = [d_PF, a_PF, b_PF], d_PF.size
     (dx_PD,) = _rows_by_matrices(
+        "gated_dx",
         combine,
         rows_in,
         [gate_EDF, up_EDF],
@@ -328,7 +338,7 @@ def gated_gradients(
         exponentials=exponentials,
     )
     dgate_EDF, dup_EDF = _rows_by_rows(
-        gated_slopes, x_PD, rows_in, sizes_E, outputs=2, tiles=tiles, exponentials=exponentials
+        "gated_dw", gated_slopes, x_PD, rows_in, sizes_E, outputs=2, tiles=tiles, exponentials=exponentials
     )
     return dx_PD, dgate_EDF, dup_EDF
 

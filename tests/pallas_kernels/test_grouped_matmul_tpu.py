@@ -41,16 +41,18 @@ def test_each_row_is_visited_once_under_its_group(sizes, empty):
 @pytest.mark.parametrize("dtype", tpu.TILES, ids=str)
 @pytest.mark.parametrize("P", [NORTH["train_8k_up"].P, 8 * NORTH["train_8k_up"].P])
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
-def test_little_is_multiplied_twice(P, dtype, routing):
+@pytest.mark.parametrize("empty", [False, True], ids=["by_matrices", "by_rows"])
+def test_little_is_multiplied_twice(P, dtype, routing, empty):
+    """Visits' rows; that the products of a visit have no more is test_each_row_of_a_visit_is_in_one_piece."""
     random, E = np.random.default_rng(0), NORTH["train_8k_up"].E
     shares = np.full(E, 1 / E) if routing == "uniform" else random.dirichlet(np.ones(E))
     sizes = jnp.asarray(random.multinomial(P, shares))
-    _, _, low, high = schedule(sizes, P, tpu.TILES[dtype].rows, empty=False)
+    _, _, low, high = schedule(sizes, P, tpu.TILES[dtype].rows, empty=empty)
     ratio = int(computed_rows(low, high, unit_rows(dtype)).sum()) / P
     assert 1 < ratio <= 1 + unit_rows(dtype) * (E - 1) / P < 1.05
 
 
-def pieces(low, high, piece, exact):
+def pieces(low, high, piece, split):
     """(start, size, first) of each piece of a visit of 512 rows in units of 16."""
     done = []
 
@@ -58,21 +60,20 @@ def pieces(low, high, piece, exact):
         done.append(tuple(map(int, numbers)))
 
     with jax.disable_jit():
-        tpu._each_piece(jnp.int32(low), jnp.int32(high), 512, 16, piece, exact, note)
+        tpu._each_piece(jnp.int32(low), jnp.int32(high), 512, 16, piece, split, note)
     return done
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_each_row_of_a_visit_is_in_one_piece(exact):
+@pytest.mark.parametrize("split", [True, False])
+def test_each_row_of_a_visit_is_in_one_piece(split):
     for low, high in ((0, 0), (0, 512), (5, 6), (15, 17), (3, 509), (128, 400), (470, 505), (345, 510)):
-        done = pieces(low, high, 128, exact)
+        done = pieces(low, high, 128, split)
         # What a kernel keeps of a piece: its rows from `first`, and from none before `low`, to `high`.
         rows = [r for start, size, first in done for r in range(max(start, first, low), min(start + size, high))]
         assert rows == list(range(low, high))
         assert all(start >= 0 and start + size <= 512 and start % 16 == 0 for start, size, _ in done)
-        if exact:
-            assert sum(size for _, size, _ in done) == computed_rows(jnp.int32(low), jnp.int32(high), 16)
-        else:
+        assert sum(size for _, size, _ in done) == computed_rows(jnp.int32(low), jnp.int32(high), 16)
+        if not split:
             assert len(done) <= (high - low) // 128 + 2
 
 
