@@ -7,6 +7,9 @@ top.
 import dataclasses
 import pathlib
 import re
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
 
 # libtpu's flags, for LIBTPU_INIT_ARGS of a process that has not loaded it yet; {folder} gets hundreds of megabytes.
 DUMP = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
@@ -49,6 +52,32 @@ def bodies(folder: pathlib.Path) -> list[Body]:
     return found
 
 
+def static_bound(bodies: Sequence[Body], passes: Sequence[int]) -> tuple[int, float] | None:
+    """(bundles, share of the matrix units' slots) of a whole kernel: every body as often as `passes` says.
+
+    None where the two do not match one to one: then only the bodies are known.
+    """
+    bundles = sum(body.bundles * n for body, n in zip(bodies, passes, strict=False))
+    if len(bodies) != len(passes) or not bundles:
+        return None
+    return bundles, sum(body.mxu * body.bundles * n for body, n in zip(bodies, passes, strict=True)) / bundles
+
+
+def vmem(folder: pathlib.Path) -> dict[str, int]:
+    """Bytes of VMEM that the compiler gave each dumped kernel: scratch, windows of the pipeline, spilled registers."""
+    found = {}
+    for path in sorted(folder.glob("*-post-bundle-packing-post-ra.txt")):
+        kernel = re.match(r"\d+-(.*)-\d+-post-bundle-packing-post-ra", path.name)[1]
+        with path.open() as lines:
+            places = [
+                re.search(r"space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)", line)
+                for line in lines
+                if line.lstrip().startswith("#allocation")
+            ]
+        found[kernel] = max((int(m[1], 0) + int(m[2], 0) for m in places if m), default=0)
+    return found
+
+
 def _branches(listing: pathlib.Path) -> list[int]:
     """Where runs of bundles begin: after a branch, and at a label."""
     starts = set()
@@ -79,3 +108,29 @@ def registers(log: str) -> list[Registers]:
         re.S,
     )
     return [Registers(m[1], int(m[4]), int(m[2]) + int(m[3])) for m in pattern.finditer(log)]
+
+
+def shared_memory(function: Callable, *arguments) -> dict[str, int]:
+    """Bytes of shared memory that the scratch arrays of each Mosaic GPU kernel of a function take.
+
+    Barriers, 8 bytes each, come on top.
+    """
+    found = {}
+    for kernel in _equations(jax.make_jaxpr(function)(*arguments).jaxpr):
+        if kernel.primitive.name != "mpmd_map":
+            continue
+        (outer, *_) = (e for body in kernel.params["jaxprs"] for e in _equations(body) if "ref_transforms" in e.params)
+        arrays = [ref.aval.inner_aval for ref in outer.params["jaxpr"].invars if str(ref.aval.memory_space) == "smem"]
+        sizes = [x.size * x.dtype.itemsize for x in arrays if hasattr(x.dtype, "itemsize")]
+        found[kernel.params["name"]] = sum(sizes)
+    return found
+
+
+def _equations(program) -> Iterator:
+    """The equations of a jaxpr, those of the ones inside included, outer ones first."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _equations(inner)

@@ -2,19 +2,26 @@
 
     python tools/kernels.py attention [--chips v5p v6e tpu7x] [--shape full_8k_packed] [--json=FILE]
     python tools/kernels.py grouped_matmul --shape train_8k_up
+    python tools/kernels.py matrix [--chips v5e h200] [--shape full_128k train_8k_up] [--json=FILE]
 
-Needs no accelerator: pip install 'north_jax[aot]'. Shapes are those of pallas_kernels/OP/shapes.py. Per kernel on a
-TPU: each loop body's bundles (cycles, were nothing waited for), the share of the matrix units' slots it uses, and its
-spill stores; attention also as jax ships it (splash attention, blocks of 1024). Our attention has two bodies a kernel:
-blocks that are seen whole, and blocks under a mask. On Hopper: registers and spilled bytes. Every figure is a static
-bound from the compiler's own schedule; none was measured.
+Needs no accelerator: pip install 'north_jax[aot]'. Shapes are those of pallas_kernels/OP/shapes.py. Of each of our
+kernels: exact FLOPs, bytes that must move once, bytes with what its blocks read again, and the roofline's time from the
+chip's data sheet. On a TPU: VMEM, and per loop body its bundles (cycles, were nothing waited for), the share of the
+matrix units' slots it uses, and its spill stores; where the passes over each body are known, the bundles of the whole
+kernel, which the cores of a v5p share. Attention has two bodies a kernel, for blocks that are seen whole and blocks
+under a mask, and comes also as jax ships it (splash attention, blocks of 1024). On Hopper: registers, spilled bytes and
+shared memory. `matrix` only compiles, forward and backward, and says what does.
+
+Every figure is a count or a static bound from the compiler's own schedule; none was measured.
 """
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import tempfile
@@ -23,82 +30,29 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+from pallas_kernels import aot, schedule  # noqa: E402
+from pallas_kernels.programs import PROGRAMS, SHAPES, WORK  # noqa: E402
 
-from pallas_kernels import aot, attention, grouped_matmul, schedule  # noqa: E402
-from pallas_kernels.attention import gpu, gpu_backward, tpu  # noqa: E402
-from pallas_kernels.attention.shapes import NORTH as ATTENTION  # noqa: E402
-from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED  # noqa: E402
-
-BF16 = jnp.bfloat16
-SHAPES = {"attention": ATTENTION, "grouped_matmul": GROUPED}
-
-
-def attention_program(shape, platform: str):
-    """(function, its arguments): forward and backward of packed rows, our kernels."""
-    q = jax.ShapeDtypeStruct((1, shape.S, shape.H, shape.K), BF16)
-    kv = jax.ShapeDtypeStruct((1, shape.S, shape.G, shape.K), BF16)
-
-    def on_tpu(q, k, v, dout, segment_ids):
-        start, end = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
-        out, pull = jax.vjp(lambda *x: tpu.attention(*x, start, end, shape.K**-0.5)[0], q, k, v)
-        return out, pull(dout)
-
-    def on_gpu(q, k, v, dout, segment_ids):
-        start, _ = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
-        out, lse = gpu.forward(q, k, v, start)
-        return out, gpu_backward.backward(q, k, v, start, out, lse, dout)
-
-    return on_tpu if platform == "tpu" else on_gpu, (q, kv, kv, q, jax.ShapeDtypeStruct((1, shape.S), jnp.int32))
-
-
-def shipped_attention_program(shape, platform: str):
-    """The same by jax's splash attention, in its layout; None where it has none for the platform."""
-    if platform != "tpu":
-        return None
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    S, R = shape.S, shape.H // shape.G
-    # Its windows count the tokens before the query.
-    one = masks.CausalMask((S, S)) if shape.window is None else masks.LocalMask((S, S), (shape.window - 1, 0), 0)
-    blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 1024)
-    sizes = splash.BlockSizes(**blocks, block_kv_compute=512, block_kv_dkv_compute=512)
-    q = jax.ShapeDtypeStruct((shape.G, R, S, shape.K), BF16)
-    kv = jax.ShapeDtypeStruct((shape.G, S, shape.K), BF16)
-
-    def program(q, k, v, dout, segment_ids):
-        kernel = splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * R), block_sizes=sizes)
-        ids = splash.SegmentIds(segment_ids, segment_ids)
-        out, pull = jax.vjp(lambda *x: jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(*x), q, k, v)
-        return out, pull(dout)
-
-    return program, (q, kv, kv, q, jax.ShapeDtypeStruct((S,), jnp.int32))
-
-
-def grouped_matmul_program(shape, platform: str):
-    """Forward and backward of one grouped product, and of the gated pair."""
-    if platform != "tpu":
-        return None
-    x = jax.ShapeDtypeStruct((shape.P, shape.D), BF16)
-    w = jax.ShapeDtypeStruct((shape.E, shape.D, shape.F), BF16)
-
-    def program(x, gate, up, dout, sizes):
-        plain, pull_plain = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, backend="tpu"), x, gate)
-        gated, pull_gated = jax.vjp(
-            lambda *a: grouped_matmul.gated_grouped_matmul(*a, sizes, backend="tpu"), x, gate, up
-        )
-        return plain, pull_plain(dout), gated, pull_gated(dout)
-
-    out = jax.ShapeDtypeStruct((shape.P, shape.F), BF16)
-    return program, (x, w, w, out, jax.ShapeDtypeStruct((shape.E,), jnp.int32))
-
-
-PROGRAMS = {
-    "attention": {"ours": attention_program, "as jax ships it": shipped_attention_program},
-    "grouped_matmul": {"ours": grouped_matmul_program},
+TPUS = [chip.name for chip in aot.CHIPS.values() if chip.platform == "tpu"]
+# What `matrix` compiles where.
+MATRIX = {
+    "attention": (
+        ["full_4k", "full_8k_packed", "full_32k", "full_128k", "window_32k", "window_128k"],
+        list(aot.CHIPS),
+    ),
+    "grouped_matmul": (["train_8k_up", "train_8k_down"], TPUS),
 }
+
+
+def versions() -> dict[str, str]:
+    """The compilers' packages, of those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def compile_here(op: str, whose: str, chip: str, shape: str) -> dict:
@@ -108,65 +62,151 @@ def compile_here(op: str, whose: str, chip: str, shape: str) -> dict:
         return {}
     started = time.perf_counter()
     compiled = aot.compile_for(chip, made[0], *made[1])
-    memory = compiled.memory_analysis()
-    return {"seconds": time.perf_counter() - started, "temporary_bytes": memory.temp_size_in_bytes}
+    seconds = time.perf_counter() - started
+    shared = schedule.shared_memory(made[0], *made[1]) if aot.CHIPS[chip].platform == "cuda" else {}
+    return {"seconds": seconds, "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "shared": shared}
+
+
+def in_a_process(op: str, whose: str, chip: str, shape: str, dump: pathlib.Path | None) -> tuple[dict | None, str]:
+    """(what `compile_here` gives in a process of its own, None where it failed, and what the process printed).
+
+    The compilers read where to dump their listings when they are loaded.
+    """
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    if dump is not None:
+        env["LIBTPU_INIT_ARGS"] = schedule.DUMP.format(folder=dump)
+    command = [sys.executable, __file__, op, "--child", whose, "--chips", chip, "--shape", shape]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    return (None if done.returncode else json.loads(done.stdout.strip().splitlines()[-1])), printed
 
 
 def inspect(op: str, whose: str, chip: str, shape: str) -> dict | None:
-    """What a compilation in a process of its own says, which the compilers' dumps need. None where there is none."""
+    """What the compilers' listings say of a program, by kernel. None where there is nothing to compile."""
     with tempfile.TemporaryDirectory() as folder:
-        env = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": schedule.DUMP.format(folder=folder),
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
-        }
-        command = [sys.executable, __file__, op, "--child", whose, "--chips", chip, "--shape", shape]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{op} of {shape} does not compile for {chip}: {done.stderr.strip().splitlines()[-1]}")
-        summary = json.loads(done.stdout.strip().splitlines()[-1])
+        dump = pathlib.Path(folder)
+        summary, printed = in_a_process(op, whose, chip, shape, dump)
+        if summary is None:
+            raise SystemExit(f"{op} of {shape} does not compile for {chip}: {printed.strip().splitlines()[-1]}")
         if not summary:
             return None
-        summary["bodies"] = [dataclasses.asdict(body) for body in schedule.bodies(pathlib.Path(folder))]
-        summary["kernels"] = [dataclasses.asdict(k) for k in schedule.registers(done.stdout + done.stderr)]
-        return summary
+        bodies, vmem = schedule.bodies(dump), schedule.vmem(dump)
+    shared = summary.pop("shared")
+    registers = schedule.registers(printed)
+    works = WORK[op](SHAPES[op][shape], aot.CHIPS[chip].platform) if whose == "ours" else {}
+    kernels = {}
+    for compiled in dict.fromkeys([*(body.kernel for body in bodies), *(r.kernel for r in registers)]):
+        name = next((known for known in works if known in compiled), compiled)
+        own = [body for body in bodies if body.kernel == compiled]
+        found = {"bodies": [dataclasses.asdict(body) for body in own]}
+        if name in works:
+            found |= counted(works[name], chip) | {"work": dataclasses.asdict(works[name])}
+            if total := schedule.static_bound(own, works[name].passes):
+                found |= dict(zip(("bundles", "mxu"), total, strict=True))
+        found |= {"vmem": vmem[compiled]} if compiled in vmem else {}
+        found |= {"shared_memory": shared[name]} if name in shared else {}
+        found |= next(({"registers": r.registers, "spilled": r.spilled} for r in registers if r.kernel == compiled), {})
+        kernels[name] = found
+    return {**summary, "kernels": kernels}
+
+
+def counted(work, chip: str) -> dict:
+    """The roofline of some work: seconds that a chip's data sheet allows no less than, and which limit sets them."""
+    described = aot.CHIPS[chip]
+    times = {"FLOPs": work.flops / described.flops, "bytes": work.bytes / described.bandwidth}
+    limit = max(times, key=times.get)
+    return {"roofline_seconds": times[limit], "roofline_of": limit}
+
+
+def show(chip: str, whose: str, summary: dict) -> None:
+    """Prints one program's kernels."""
+    megabytes = summary["temporary_bytes"] / 2**20
+    print(f"\n{chip}, {whose}: compiled in {summary['seconds']:.0f} s, {megabytes:,.0f} MiB of temporaries")
+    fast = aot.CHIPS[chip].fast_memory
+    for name, kernel in summary["kernels"].items():
+        line = f"  {name}:"
+        if work := kernel.get("work"):
+            line += f" {work['flops'] / 1e9:,.0f} GFLOP, {work['bytes'] / 1e6:,.0f} MB once, "
+            line += f"{work['fetched'] / 1e6:,.0f} MB by its blocks,"
+            line += f" roofline {kernel['roofline_seconds'] * 1e3:.3g} ms ({kernel['roofline_of']});"
+        if "vmem" in kernel:
+            line += f" {kernel['vmem'] / 2**20:.1f} of {fast / 2**20:.0f} MiB VMEM"
+        if "registers" in kernel:
+            line += f" {kernel['registers']} registers, {kernel['spilled']} bytes spilled"
+        if "shared_memory" in kernel:
+            line += f", {kernel['shared_memory'] / 1024:.0f} of {fast / 1024:.0f} KiB shared memory"
+        print(line)
+        for n, body in enumerate(kernel["bodies"]):
+            passes = f"{work['passes'][n]:10,d} times" if work and "bundles" in kernel else ""
+            share = f"{body['mxu']:6.0%} of MXU slots"
+            print(f"    {body['bundles']:8,d} bundles{share}{body['spills']:8,d} spill stores{passes}")
+        if "bundles" in kernel:
+            print(f"    static bound: {kernel['bundles'] / 1e6:,.1f} M bundles, {kernel['mxu']:.0%} of MXU slots")
+
+
+def matrix(chips: list[str], only: list[str] | None) -> dict:
+    """Compiles MATRIX, or `only` some shapes of it, for some chips, and prints a row each.
+
+    A cell's `error` says why one does not compile.
+    """
+    cells = []
+    for op, (shapes, targets) in MATRIX.items():
+        shapes = [shape for shape in shapes if only is None or shape in only]
+        targets = [chip for chip in targets if chip in chips]
+        print(f"\n{op:20s}" + "".join(f"{chip:>14s}" for chip in targets))
+        for shape in shapes:
+            print(f"{shape:20s}", end="", flush=True)
+            for chip in targets:
+                summary, printed = in_a_process(op, "ours", chip, shape, None)
+                cell = {"op": op, "shape": shape, "chip": chip, **(summary or {"error": printed[-500:]})}
+                if summary and (registers := schedule.registers(printed)):
+                    cell["registers"] = {r.kernel: r.registers for r in registers}
+                    cell["spilled"] = sum(r.spilled for r in registers)
+                cells.append(cell)
+                spills = f" {cell['spilled']} B" if "spilled" in cell else ""
+                text = f"{cell['temporary_bytes'] / 2**20:,.0f} MiB{spills}" if summary else "fails"
+                print(f"{text:>14s}", end="", flush=True)
+            print()
+    return {"versions": versions(), "cells": cells}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", choices=sorted(PROGRAMS))
-    parser.add_argument("--chips", nargs="+", choices=sorted(aot.CHIPS), default=["v5p", "v6e", "tpu7x"])
-    parser.add_argument("--shape", help="default: the first of the op")
+    parser.add_argument("op", choices=[*sorted(PROGRAMS), "matrix"])
+    parser.add_argument("--chips", nargs="+", choices=sorted(aot.CHIPS), help="default: v5p v6e tpu7x; matrix: all")
+    parser.add_argument("--shape", nargs="+", help="default: the first of the op; matrix: all")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    shapes = SHAPES[arguments.op]
-    shape = arguments.shape or next(iter(shapes))
-    if shape not in shapes:
-        parser.error(f"--shape {shape} is not known; choose one of {', '.join(shapes)}")
-    if arguments.child:
-        print(json.dumps(compile_here(arguments.op, arguments.child, arguments.chips[0], shape)))
+    if arguments.op == "matrix":
+        print(f"Temporaries of what compiles, and bytes that GPU registers spill; {versions()}")
+        found = matrix(arguments.chips or list(aot.CHIPS), arguments.shape)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        if failed := [cell for cell in found["cells"] if "error" in cell]:
+            raise SystemExit(f"{len(failed)} of {len(found['cells'])} do not compile; see --json")
         return
-    print(f"{arguments.op}, {shape}: {shapes[shape]}, forward and backward, bfloat16")
-    print("Static bounds from the compilers' schedules; nothing here was measured.")
+    shapes = SHAPES[arguments.op]
+    chosen = arguments.shape or [next(iter(shapes))]
+    if unknown := set(chosen) - shapes.keys():
+        parser.error(f"--shape {', '.join(sorted(unknown))} is not known; choose one of {', '.join(shapes)}")
+    chips = arguments.chips or ["v5p", "v6e", "tpu7x"]
+    if arguments.child:
+        print(json.dumps(compile_here(arguments.op, arguments.child, chips[0], chosen[0])))
+        return
+    print("Forward and backward, bfloat16. Counts, and static bounds from the compilers' schedules; none was measured.")
     figures = []
-    for chip in arguments.chips:
-        for whose in PROGRAMS[arguments.op]:
-            summary = inspect(arguments.op, whose, chip, shape)
-            if summary is None:
-                continue
-            figures.append({"op": arguments.op, "shape": shape, "chip": chip, "whose": whose, **summary})
-            temporary = summary["temporary_bytes"] / 2**20
-            print(f"\n{chip}, {whose}: compiled in {summary['seconds']:.0f} s, {temporary:,.0f} MiB of temporaries")
-            for body in summary["bodies"]:
-                share = f"{body['mxu']:6.0%} of MXU slots"
-                print(f"  {body['kernel']:44s}{body['bundles']:8,d} bundles{share}{body['spills']:8,d} spill stores")
-            for kernel in summary["kernels"]:
-                print(f"  {kernel['kernel']:44s}{kernel['registers']:5d} registers{kernel['spilled']:6d} bytes spilled")
+    for shape in chosen:
+        print(f"\n{arguments.op}, {shape}: {shapes[shape]}")
+        for chip in chips:
+            for whose in PROGRAMS[arguments.op]:
+                summary = inspect(arguments.op, whose, chip, shape)
+                if summary is not None:
+                    figures.append({"op": arguments.op, "shape": shape, "chip": chip, "whose": whose, **summary})
+                    show(chip, whose, summary)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"jax": jax.__version__, "figures": figures}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"versions": versions(), "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What is read from the compilers' own listings."""
 
+import importlib.util
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import schedule
+from pallas_kernels import programs, schedule
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VSTORE:SPILL
@@ -48,19 +50,48 @@ ptxas info    : Used 255 registers
     ]
 
 
-@pytest.mark.parametrize("op", ["attention", "grouped_matmul"])
+def test_bodies_add_up_where_the_passes_over_each_are_known():
+    bodies = [schedule.Body("k", 500, 0.75, 0), schedule.Body("k", 600, 0.5, 600)]
+    assert schedule.static_bound(bodies, (3, 2)) == (2700, pytest.approx((1500 * 0.75 + 1200 * 0.5) / 2700))
+    assert schedule.static_bound(bodies, (3,)) is None
+    assert schedule.static_bound([], ()) is None
+
+
+def test_vmem_ends_where_its_last_allocation_does(tmp_path):
+    lines = [
+        "  #allocation0 [shape = 'u32[]', space=smem, size = 0x4, offset = 0xffffff, fixed_abs, tag = '']",
+        "  #allocation2 [shape = 'bf16[2,256,128]', space=vmem, size = 0x20000, offset = 0, scoped, tag = '']",
+        "      #allocation9_spill [shape = 'u32[8]', space=vmem, size = 0x1000, offset = 0x20000, scoped, tag = '']",
+    ]
+    (tmp_path / "17-kernel.1-66-post-bundle-packing-post-ra.txt").write_text("\n".join(lines))
+    assert schedule.vmem(tmp_path) == {"kernel.1": 0x21000}
+
+
+def test_shared_memory_is_that_of_the_scratch_arrays():
+    from pallas_kernels.attention import gpu
+
+    q, start = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    # Two warpgroups' queries; two stages of keys and of values; spans, places and the log-sum-exp.
+    arrays = (2 * 64 * 128 + 2 * 2 * 128 * 128) * 2 + (2 * 2 * 64 + 2 * 128 + 2 * 64) * 4
+    assert schedule.shared_memory(gpu.forward, q, q, q, start) == {"attention_forward": arrays}
+
+
+@pytest.mark.parametrize("op", programs.PROGRAMS)
 def test_the_tools_programs_trace(op):
-    """Every program that tools/kernels.py compiles, on a small shape."""
-    import importlib.util
+    shape = next(iter(programs.SHAPES[op].values()))
+    for make in programs.PROGRAMS[op].values():
+        program, arguments = make(shape, "tpu")
+        values = jax.tree.leaves(jax.eval_shape(program, *arguments))
+        assert values and all(value.dtype == jnp.bfloat16 for value in values)
 
-    import jax
 
+def test_the_tool_refuses_an_unknown_shape(capsys):
     path = pathlib.Path(__file__).parents[2] / "tools" / "kernels.py"
     spec = importlib.util.spec_from_file_location("kernels_tool", path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    shape = next(iter(tool.SHAPES[op].values()))
-    for make in tool.PROGRAMS[op].values():
-        program, arguments = make(shape, "tpu")
-        values = jax.tree.leaves(jax.eval_shape(program, *arguments))
-        assert values and all(value.dtype == jnp.bfloat16 for value in values)
+    with pytest.raises(SystemExit):
+        tool.main(["attention", "--shape", "full_4k", "full_5k"])
+    assert "--shape full_5k is not known; choose one of full_4k, " in capsys.readouterr().err
+    # What `matrix` names exists.
+    assert all(set(shapes) <= tool.SHAPES[op].keys() for op, (shapes, _) in tool.MATRIX.items())

@@ -1,0 +1,89 @@
+"""The programs that tools compile: each operation forward and backward at its named shapes, in bfloat16."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import attention
+from pallas_kernels.attention import gpu, gpu_backward, tpu
+from pallas_kernels.attention import work as attention_work
+from pallas_kernels.attention.shapes import NORTH as ATTENTION
+from pallas_kernels.grouped_matmul import tpu as grouped_tpu
+from pallas_kernels.grouped_matmul import work as grouped_work
+from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED
+
+SHAPES = {"attention": ATTENTION, "grouped_matmul": GROUPED}
+# kernels(shape, platform, tiles): the work of each of our kernels, by the name it is compiled under.
+WORK = {"attention": attention_work.kernels, "grouped_matmul": grouped_work.kernels}
+Program = tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def _described(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def attention_program(shape, platform: str, tiles=None) -> Program:
+    """(function, its arguments): forward and backward of packed rows, our kernels; `tiles` of the TPU's.
+
+    Arguments have their heads side by side, as projections leave them: four-dimensional ones lie otherwise on a TPU.
+    """
+    queries, keys = (1, shape.S, shape.H, shape.K), (1, shape.S, shape.G, shape.K)
+    q, kv = (_described(1, shape.S, heads * shape.K) for heads in (shape.H, shape.G))
+    on_tpu = functools.partial(tpu.attention, **({} if tiles is None else {"tiles": tiles}))
+
+    def program(q, k, v, dout, segment_ids):
+        q, k, v, dout = q.reshape(queries), k.reshape(keys), v.reshape(keys), dout.reshape(queries)
+        start, end = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
+        if platform == "tpu":
+            out, pull = jax.vjp(lambda *x: on_tpu(*x, start, end, shape.K**-0.5)[0], q, k, v)
+            return out, pull(dout)
+        out, lse = gpu.forward(q, k, v, start)
+        return out, gpu_backward.backward(q, k, v, start, out, lse, dout)
+
+    return program, (q, kv, kv, q, _described(1, shape.S, dtype=jnp.int32))
+
+
+def shipped_attention_program(shape, platform: str, tiles=None) -> Program | None:
+    """The same by jax's splash attention, in its layout and blocks of 1024; None where it has none for the platform."""
+    if platform != "tpu":
+        return None
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    S, R = shape.S, shape.H // shape.G
+    # Its windows count the tokens before the query.
+    one = masks.CausalMask((S, S)) if shape.window is None else masks.LocalMask((S, S), (shape.window - 1, 0), 0)
+    blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 1024)
+    sizes = splash.BlockSizes(**blocks, block_kv_compute=512, block_kv_dkv_compute=512)
+    q, kv = _described(shape.G, R, S, shape.K), _described(shape.G, S, shape.K)
+
+    def program(q, k, v, dout, segment_ids):
+        kernel = splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * R), block_sizes=sizes)
+        ids = splash.SegmentIds(segment_ids, segment_ids)
+        out, pull = jax.vjp(lambda *x: jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(*x), q, k, v)
+        return out, pull(dout)
+
+    return program, (q, kv, kv, q, _described(S, dtype=jnp.int32))
+
+
+def grouped_matmul_program(shape, platform: str, tiles=None) -> Program | None:
+    """Forward and backward of one grouped product, and of the gated pair."""
+    if platform != "tpu":
+        return None
+    x, out = _described(shape.P, shape.D), _described(shape.P, shape.F)
+    w = _described(shape.E, shape.D, shape.F)
+
+    def program(x, gate, up, dout, sizes):
+        plain, pull_plain = jax.vjp(lambda x, w: grouped_tpu.grouped_matmul(x, w, sizes, tiles), x, gate)
+        gated, pull_gated = jax.vjp(lambda *a: grouped_tpu.gated_grouped_matmul(*a, sizes, tiles), x, gate, up)
+        return plain, pull_plain(dout), gated, pull_gated(dout)
+
+    return program, (x, w, w, out, _described(shape.E, dtype=jnp.int32))
+
+
+PROGRAMS = {
+    "attention": {"ours": attention_program, "as jax ships it": shipped_attention_program},
+    "grouped_matmul": {"ours": grouped_matmul_program},
+}
