@@ -27,7 +27,6 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from pallas_kernels import aot, attention, grouped_matmul, schedule  # noqa: E402
-from pallas_kernels.attention import gpu, gpu_backward, tpu  # noqa: E402
 from pallas_kernels.attention.shapes import NORTH as ATTENTION  # noqa: E402
 from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED  # noqa: E402
 
@@ -40,17 +39,14 @@ def attention_program(shape, platform: str):
     q = jax.ShapeDtypeStruct((1, shape.S, shape.H, shape.K), BF16)
     kv = jax.ShapeDtypeStruct((1, shape.S, shape.G, shape.K), BF16)
 
-    def on_tpu(q, k, v, dout, segment_ids):
+    backend = "tpu" if platform == "tpu" else "gpu"
+
+    def program(q, k, v, dout, segment_ids):
         start, end = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
-        out, pull = jax.vjp(lambda *x: tpu.attention(*x, start, end, shape.K**-0.5)[0], q, k, v)
+        out, pull = jax.vjp(lambda *x: attention.attention(*x, start, end, backend=backend)[0], q, k, v)
         return out, pull(dout)
 
-    def on_gpu(q, k, v, dout, segment_ids):
-        start, _ = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
-        out, lse = gpu.forward(q, k, v, start)
-        return out, gpu_backward.backward(q, k, v, start, out, lse, dout)
-
-    return on_tpu if platform == "tpu" else on_gpu, (q, kv, kv, q, jax.ShapeDtypeStruct((1, shape.S), jnp.int32))
+    return program, (q, kv, kv, q, jax.ShapeDtypeStruct((1, shape.S), jnp.int32))
 
 
 def shipped_attention_program(shape, platform: str):
