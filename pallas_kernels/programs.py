@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention
-from pallas_kernels.attention import gpu, gpu_backward, tpu
+from pallas_kernels.attention import gpu, tpu
 from pallas_kernels.attention import work as attention_work
 from pallas_kernels.attention.shapes import NORTH as ATTENTION
 from pallas_kernels.grouped_matmul import tpu as grouped_tpu
@@ -31,16 +31,15 @@ def attention_program(shape, platform: str, tiles=None) -> Program:
     """
     queries, keys = (1, shape.S, shape.H, shape.K), (1, shape.S, shape.G, shape.K)
     q, kv = (_described(1, shape.S, heads * shape.K) for heads in (shape.H, shape.G))
-    on_tpu = functools.partial(tpu.attention, **({} if tiles is None else {"tiles": tiles}))
+    backend = {"tpu": tpu, "cuda": gpu}[platform].attention
+    kernels = functools.partial(backend, scale=shape.K**-0.5, **({} if tiles is None else {"tiles": tiles}))
 
     def program(q, k, v, dout, segment_ids):
         q, k, v, dout = q.reshape(queries), k.reshape(keys), v.reshape(keys), dout.reshape(queries)
-        start, end = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
-        if platform == "tpu":
-            out, pull = jax.vjp(lambda *x: on_tpu(*x, start, end, shape.K**-0.5)[0], q, k, v)
-            return out, pull(dout)
-        out, lse = gpu.forward(q, k, v, start)
-        return out, gpu_backward.backward(q, k, v, start, out, lse, dout)
+        spans = attention.spans(shape.S, window=shape.window, segment_ids_BS=segment_ids)
+        spans = [jnp.broadcast_to(x, segment_ids.shape) for x in spans]
+        out, pull = jax.vjp(lambda *x: kernels(*x, *spans)[0], q, k, v)
+        return out, pull(dout)
 
     return program, (q, kv, kv, q, _described(1, shape.S, dtype=jnp.int32))
 

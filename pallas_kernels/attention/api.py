@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import reference, tpu
+from pallas_kernels.attention import auto, gpu, reference, tpu, xla
 
-BACKENDS = {"reference": reference.attention, "tpu": tpu.attention}
+BACKENDS = {module.__name__.rpartition(".")[2]: module.attention for module in (auto, gpu, reference, tpu, xla)}
 
 
 def spans(S: int, *, window: int | None = None, segment_ids_BS: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -31,8 +31,9 @@ def attention(
     start_BS: jax.Array,
     end_BS: jax.Array,
     *,
-    backend: str,
+    backend: str = "auto",
     scale: float | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out_BSHK, lse_BHS): softmax(scale q·k) v over the keys start <= j < end of each query, and the log-sum-exp.
 
@@ -40,8 +41,12 @@ def attention(
     head h reads key/value head h // (H / G). A query without keys gives 0 and -inf. `scale` is 1/sqrt(K) if not given.
     `start_BS` and `end_BS` are int32 and count keys of this call, [B or 1, S]; they may lie outside 0 … T. So a call on
     a piece of the keys, its spans shifted by where the piece begins, gives a piece of the result; pieces combine as
-    lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i. Both outputs are differentiable in q, k and v. Raises
-    ValueError on an unknown backend and on shapes that do not fit or that the backend does not take.
+    lse = log Σ exp(lse_i), out = Σ exp(lse_i - lse) out_i. Both outputs are differentiable in q, k and v.
+
+    `window` promises that query i sees no key outside i - window < j <= i, which spares XLA's products most of their
+    work; the kernels look at the spans themselves. `backend` "auto" is "tpu" or "gpu" where the program is compiled for
+    one and the kernels take the arrays (heads of a multiple of 128, or 64; on a GPU bfloat16 or float16), else "xla".
+    Raises ValueError on an unknown backend and on shapes that do not fit or that the backend does not take.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention: backend {backend!r} is not known; choose one of {sorted(BACKENDS)}")
@@ -54,4 +59,6 @@ def attention(
             f" {end_BS.shape} do not fit; pass [B, S, H, K], [B, T, G, K] twice, G dividing H, and [B or 1, S] twice"
         )
     start_BS, end_BS = (jnp.broadcast_to(x.astype(jnp.int32), (B, S)) for x in (start_BS, end_BS))
-    return BACKENDS[backend](q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, K**-0.5 if scale is None else scale)
+    scale = K**-0.5 if scale is None else scale
+    promise = {"window": window} if backend in ("auto", "xla") else {}
+    return BACKENDS[backend](q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale, **promise)

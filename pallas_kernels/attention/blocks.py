@@ -26,10 +26,22 @@ def query_bounds(start_BS: jax.Array, end_BS: jax.Array, T: int, q: int, k: int)
 
 
 def key_bounds(bounds_Bn4: jax.Array, blocks: int) -> jax.Array:
-    """[B, blocks, 2] int32: per key block the first and the end of the query blocks whose `query_bounds` hold it."""
+    """[B, blocks, 4] int32: `query_bounds` seen from the keys, (first, end, full_first, full_end) in blocks of queries.
+
+    Query blocks first … end are all whose bounds hold the key block; those in full_first … full_end too see it whole
+    (all of them, where these lie side by side, as they do unless spans go back and forth).
+    """
     n = bounds_Bn4.shape[1]
-    j_m = jnp.arange(blocks)
-    held_Bnm = (bounds_Bn4[:, :, :1] <= j_m) & (j_m < bounds_Bn4[:, :, 1:2])
-    first_Bm = jnp.argmax(held_Bnm, axis=1)
-    end_Bm = jnp.where(jnp.any(held_Bnm, axis=1), n - jnp.argmax(held_Bnm[:, ::-1], axis=1), first_Bm)
-    return jnp.stack([first_Bm, end_Bm], axis=-1).astype(jnp.int32)
+    i_n1, j_m = jnp.arange(n)[:, None], jnp.arange(blocks)
+
+    def held(first: int, end: int) -> tuple[jax.Array, jax.Array]:
+        """Which pairs of blocks lie in these bounds, and the first query block of each key block (0: there is none)."""
+        held_Bnm = (bounds_Bn4[:, :, first, None] <= j_m) & (j_m < bounds_Bn4[:, :, end, None])
+        return held_Bnm, jnp.argmax(held_Bnm, axis=1)
+
+    held_Bnm, first_Bm = held(0, 1)
+    end_Bm = jnp.max(jnp.where(held_Bnm, i_n1 + 1, 0), axis=1)
+    whole_Bnm, full_first_Bm = held(2, 3)
+    ended_Bnm = jnp.logical_not(whole_Bnm) & (i_n1 >= full_first_Bm[:, None])
+    full_end_Bm = jnp.where(jnp.any(ended_Bnm, axis=1), jnp.argmax(ended_Bnm, axis=1), n)
+    return jnp.stack([first_Bm, end_Bm, full_first_Bm, full_end_Bm], axis=-1).astype(jnp.int32)

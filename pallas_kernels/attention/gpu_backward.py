@@ -1,15 +1,13 @@
 """Backward attention on Hopper: one kernel for dq, one for dk and dv, each recomputing the probabilities.
 
-With s = q . k / sqrt(K), p = exp(s - lse), dp = do . v and delta = sum(do * out):
+With s = scale q . k, p = exp(s - lse), dp = do . v and delta = sum(do * out) - dlse:
 
-    ds = p (dp - delta) / sqrt(K)    dq_i = sum_j ds_ij k_j    dk_j = sum_i ds_ij q_i    dv_j = sum_i p_ij do_i
+    ds = p (dp - delta) scale    dq_i = sum_j ds_ij k_j    dk_j = sum_i ds_ij q_i    dv_j = sum_i p_ij do_i
 
 No sum is spread over blocks of threads: the results are the same on every run, and memory is linear in the length. dk
 and dv sum over the query heads of their key/value head inside the kernel. Compiled for H100 and H200, not run on
-either: see `gpu.py`, which also defines the mask.
+either: see `gpu.py`.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.gpu import (
+from pallas_kernels.attention.blocks import key_bounds, query_bounds
+from pallas_kernels.attention.gpu_common import (
     COLUMNS,
     LAYOUT,
     LOG2E,
@@ -26,57 +25,44 @@ from pallas_kernels.attention.gpu import (
     columns,
     drain,
     grown,
-    key_bounds,
     launch,
     limits,
+    load,
     masked_scores,
     padded,
     store_places,
     stream_blocks,
+    tile_bounds,
 )  # fmt: skip
 
 DQ = Tiles(rows=64, block=128, stages=2)
 DKV = Tiles(rows=64, block=64, stages=4)
 
 
-def query_bounds(start_BS: jax.Array, T: int, offset: int, tile: int, parts: int, block: int) -> jax.Array:
-    """Which blocks of `block` queries see each tile of `tile` keys: int32 [B, tiles, 2 + 2 * parts].
+def key_tile_bounds(limits_B2S: jax.Array, T: int, tiles: Tiles) -> jax.Array:
+    """Which blocks of queries see each tile of keys: int32 [B, tiles, 2 + 2 * warpgroups].
 
-    As `gpu.key_bounds`, seen from the keys: blocks lo <= n < hi hold every query that sees a key of the tile (none
-    where lo = hi), then for each of `parts` equal parts of the tile the blocks all of whose queries see all its keys.
+    As `tile_bounds`, seen from the keys: blocks lo <= n < hi hold every query that sees a key of the tile (none
+    where lo = hi), then for the keys of each warpgroup the blocks all of whose queries see all of them.
     """
-    B, S = start_BS.shape
-    tiles = pl.cdiv(T, tile)
-
-    def per(rows: int) -> tuple[jax.Array, jax.Array]:
-        first_N = jnp.arange(0, tiles * tile, rows, dtype=jnp.int32)
-        return first_N, jnp.minimum(first_N + rows, T) - 1
-
-    def until(key_N: jax.Array) -> jax.Array:
-        """How many queries of each row start at or before each key: the first query that no longer sees it."""
-        search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
-        return jax.vmap(search, in_axes=(0, None))(start_BS, key_N).astype(jnp.int32)
-
-    first_U, last_U = per(tile)
-    since_U, until_BU = jnp.maximum(first_U - offset, 0), until(last_U)
-    lo_BU = jnp.broadcast_to(since_U // block, until_BU.shape)
-    hi_BU = jnp.where(since_U < until_BU, pl.cdiv(until_BU, block), lo_BU)
-    first_N, last_N = per(tile // parts)
-    until_BN = until(first_N)
-    # Rows past the end of the last block are zeros and add nothing: that block is whole when its queries are.
-    whole_hi_BN = jnp.where(until_BN == S, pl.cdiv(S, block), until_BN // block)
-    whole_BN = jnp.stack(jnp.broadcast_arrays(pl.cdiv(last_N - offset, block), whole_hi_BN), axis=-1)
-    return jnp.concatenate([jnp.stack([lo_BU, hi_BU], axis=-1), whole_BN.reshape(B, tiles, 2 * parts)], axis=-1)
+    start_BS, end_BS = limits_B2S[:, 0], limits_B2S[:, 1]
+    count = pl.cdiv(T, tiles.tile)
+    seen_BU2 = key_bounds(query_bounds(start_BS, end_BS, T, tiles.block, tiles.tile), count)[..., :2]
+    per_warpgroup = query_bounds(start_BS, end_BS, T, tiles.block, tiles.rows)
+    whole_BN2 = key_bounds(per_warpgroup, count * tiles.warpgroups)[..., 2:]
+    return jnp.concatenate([seen_BU2, whole_BN2.reshape(*seen_BU2.shape[:2], 2 * tiles.warpgroups)], axis=-1)
 
 
-def statistics(out_BSHK: jax.Array, dout_BSHK: jax.Array, lse_BHS: jax.Array, tile: int) -> jax.Array:
-    """[B, H, 2, S grown to a multiple of tile] float32: -lse * sqrt(K) and -delta, with delta = sum(dout * out).
+def statistics(
+    out_BSHK: jax.Array, lse_BHS: jax.Array, dout_BSHK: jax.Array, dlse_BHS: jax.Array, scale: float, tile: int
+) -> jax.Array:
+    """[B, H, 2, S grown to a multiple of tile] float32: -lse / scale and -delta, delta = sum(dout * out) - dlse.
 
     Both are what the accumulators of q . k and do . v start from. A query that sees nothing, or past the end, starts
     from -inf: its probabilities are zero whatever its scores.
     """
-    delta_BHS = jnp.einsum("BSHK,BSHK->BHS", dout_BSHK, out_BSHK, preferred_element_type=jnp.float32)
-    start_BHS = jnp.where(lse_BHS == -jnp.inf, -jnp.inf, -lse_BHS * out_BSHK.shape[-1] ** 0.5)
+    delta_BHS = jnp.einsum("BSHK,BSHK->BHS", dout_BSHK, out_BSHK, preferred_element_type=jnp.float32) - dlse_BHS
+    start_BHS = jnp.where(lse_BHS == -jnp.inf, -jnp.inf, -lse_BHS / scale)
     return jnp.stack(
         [padded(start_BHS, tile, constant_values=-jnp.inf), padded(-delta_BHS, tile, constant_values=0)], axis=2
     )
@@ -106,9 +92,9 @@ def _dq_kernel(
         store_places(place_smem.at[wg])
         whole_lo, whole_hi = bounds_ref[b, tile, 2 + 2 * wg], bounds_ref[b, tile, 3 + 2 * wg]
         plgpu.barrier_wait(q_full.at[wg])
-        first, end = (plgpu.load(limits_smem.at[wg, i], (), layout=ROWS) for i in range(2))
-        minus_lse = plgpu.load(stats_smem.at[wg, 0], (), layout=ROWS)
-        minus_delta = plgpu.load(stats_smem.at[wg, 1], (), layout=ROWS)
+        start, end = (load(limits_smem.at[wg, i], ROWS) for i in range(2))
+        minus_lse = load(stats_smem.at[wg, 0], ROWS)
+        minus_delta = load(stats_smem.at[wg, 1], ROWS)
 
         def body(step, dq):
             slot, n = lax.rem(step, jnp.int32(stages)), lo + step
@@ -123,7 +109,7 @@ def _dq_kernel(
                 s = lax.cond(
                     (n >= whole_lo) & (n < whole_hi),
                     lambda s: s,
-                    lambda s: masked_scores(s, place_smem.at[wg], first - n * block, end - n * block),
+                    lambda s: masked_scores(s, place_smem.at[wg], start - n * block, end - n * block),
                     s,
                 )
                 p = jnp.exp2(s * (scale * LOG2E))
@@ -183,8 +169,8 @@ def _dkv_kernel(
             return lax.broadcast_in_dim(x, shape, [1])
 
         def masked(s, slot):
-            first, end = (along(plgpu.load(limits_smem.at[slot, i], (), layout=COLUMNS)) for i in range(2))
-            return jnp.where((columns(key, shape) >= first) & (columns(key, shape) <= end), s, -jnp.inf)
+            start, end = (along(load(limits_smem.at[slot, i], COLUMNS)) for i in range(2))
+            return jnp.where((columns(key, shape) >= start) & (columns(key, shape) < end), s, -jnp.inf)
 
         def body(step, carry):
             slot, n = lax.rem(step, jnp.int32(stages)), lo + lax.rem(step, blocks)
@@ -203,7 +189,7 @@ def _dkv_kernel(
 
             plgpu.barrier_wait(q_full.at[slot])
             # The products start from -lse and -delta, which costs no registers beside them.
-            begin = (*carry, *(along(plgpu.load(stats_smem.at[slot, i], (), layout=COLUMNS)) for i in range(2)))
+            begin = (*carry, *(along(load(stats_smem.at[slot, i], COLUMNS)) for i in range(2)))
             dk, dv, _, _ = pl.run_state(products)(tuple(map(plgpu.ACC.init, begin)))
             plgpu.barrier_arrive(free.at[slot])
             return dk, dv
@@ -241,13 +227,13 @@ def _dkv_kernel(
 
 def dq(
     q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, dout_BSHK: jax.Array,
-    stats_BH2S: jax.Array, start_BS: jax.Array, *, offset: int = 0, tiles: Tiles = DQ,
+    stats_BH2S: jax.Array, start_BS: jax.Array, end_BS: jax.Array, scale: float, *, tiles: Tiles = DQ,
 ) -> jax.Array:  # fmt: skip
     """dq_BSHK of `gpu.forward`; stats_BH2S from `statistics`, with a tile that is a multiple of `tiles.tile`."""
     B, S, H, K = q_BSHK.shape
     T = k_BTGK.shape[1]
-    bounds = key_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
-    limits_B2S = limits(start_BS, T, offset, tiles.tile)
+    limits_B2S = limits(start_BS, end_BS, T, tiles.tile)
+    bounds = tile_bounds(limits_B2S, T, tiles)
     q_BSHK, dout_BSHK = grown(q_BSHK, tiles.rows), grown(dout_BSHK, tiles.rows)
     k_BTGK, v_BTGK = grown(k_BTGK, tiles.block), grown(v_BTGK, tiles.block)
     held = plgpu.SMEM((tiles.warpgroups, tiles.rows, K), q_BSHK.dtype, transforms=LAYOUT)
@@ -255,7 +241,7 @@ def dq(
     full = plgpu.Barrier(num_barriers=tiles.stages)
     free = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages)
     dq_BSHK = launch(
-        _dq_kernel, "attention_dq", tiles, (B, bounds.shape[1], H), q_BSHK.shape, k_BTGK.shape,
+        _dq_kernel, "attention_dq", tiles, scale, (B, bounds.shape[1], H), q_BSHK.shape, k_BTGK.shape,
         out_type=jax.ShapeDtypeStruct(q_BSHK.shape, q_BSHK.dtype),
         scratch_types=(
             held, held, stream, stream,
@@ -271,20 +257,20 @@ def dq(
 
 def dkv(
     q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, dout_BSHK: jax.Array,
-    stats_BH2S: jax.Array, start_BS: jax.Array, *, offset: int = 0, tiles: Tiles = DKV,
+    stats_BH2S: jax.Array, start_BS: jax.Array, end_BS: jax.Array, scale: float, *, tiles: Tiles = DKV,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """dk_BTGK and dv_BTGK of `gpu.forward`; stats_BH2S as for `dq`, with a multiple of `tiles.block`."""
     B, K = q_BSHK.shape[0], q_BSHK.shape[3]
     T, G = k_BTGK.shape[1:3]
-    bounds = query_bounds(start_BS, T, offset, tiles.tile, tiles.warpgroups, tiles.block)
-    limits_B2S = limits(start_BS, T, offset, tiles.block)
+    limits_B2S = limits(start_BS, end_BS, T, tiles.block)
+    bounds = key_tile_bounds(limits_B2S, T, tiles)
     q_BSHK, dout_BSHK = grown(q_BSHK, tiles.block), grown(dout_BSHK, tiles.block)
     k_BTGK, v_BTGK = grown(k_BTGK, tiles.rows), grown(v_BTGK, tiles.rows)
     held = plgpu.SMEM((tiles.warpgroups, tiles.rows, K), q_BSHK.dtype, transforms=LAYOUT)
     stream = plgpu.SMEM((tiles.stages, tiles.block, K), q_BSHK.dtype, transforms=LAYOUT)
     result = jax.ShapeDtypeStruct(k_BTGK.shape, k_BTGK.dtype)
     dk_BTGK, dv_BTGK = launch(
-        _dkv_kernel, "attention_dkv", tiles, (B, bounds.shape[1], G), q_BSHK.shape, k_BTGK.shape,
+        _dkv_kernel, "attention_dkv", tiles, scale, (B, bounds.shape[1], G), q_BSHK.shape, k_BTGK.shape,
         out_type=(result, result),
         scratch_types=(
             held, held, stream, stream,
@@ -300,12 +286,13 @@ def dkv(
 
 
 def backward(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, start_BS: jax.Array,
-    out_BSHK: jax.Array, lse_BHS: jax.Array, dout_BSHK: jax.Array,
-    *, offset: int = 0, dq_tiles: Tiles = DQ, dkv_tiles: Tiles = DKV,
+    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, start_BS: jax.Array, end_BS: jax.Array,
+    out_BSHK: jax.Array, lse_BHS: jax.Array, dout_BSHK: jax.Array, dlse_BHS: jax.Array,
+    *, scale: float, dq_tiles: Tiles = DQ, dkv_tiles: Tiles = DKV,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """dq_BSHK, dk_BTGK, dv_BTGK of `gpu.forward` from its arguments, its results and the gradient of out_BSHK."""
-    stats_BH2S = statistics(out_BSHK, dout_BSHK, lse_BHS, max(dq_tiles.tile, dkv_tiles.block))
-    arguments = (q_BSHK, k_BTGK, v_BTGK, dout_BSHK, stats_BH2S, start_BS)
-    dk_BTGK, dv_BTGK = dkv(*arguments, offset=offset, tiles=dkv_tiles)
-    return dq(*arguments, offset=offset, tiles=dq_tiles), dk_BTGK, dv_BTGK
+    """(dq_BSHK, dk_BTGK, dv_BTGK) of `gpu.forward` from its arguments, its results and the gradients of both."""
+    tile = max(dq_tiles.tile, dkv_tiles.block)
+    stats_BH2S = statistics(out_BSHK, lse_BHS, dout_BSHK, dlse_BHS, scale, tile)
+    arguments = (q_BSHK, k_BTGK, v_BTGK, dout_BSHK.astype(q_BSHK.dtype), stats_BH2S, start_BS, end_BS, scale)
+    dk_BTGK, dv_BTGK = dkv(*arguments, tiles=dkv_tiles)
+    return dq(*arguments, tiles=dq_tiles), dk_BTGK, dv_BTGK

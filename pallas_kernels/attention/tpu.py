@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention import tpu_backward
 from pallas_kernels.attention.blocks import query_bounds
+from pallas_kernels.attention.rule import differentiable
+from pallas_kernels.attention.tpu_backward import backward
 from pallas_kernels.attention.tpu_common import (
     FLOOR,
     HIDDEN,
@@ -27,6 +28,7 @@ from pallas_kernels.attention.tpu_common import (
     each_head,
     fetch_keys,
     lanes,
+    padded,
     seen,
     walk,
     whole_or_masked,
@@ -76,14 +78,18 @@ def _forward_kernel(
         some_Q1 = l_Q1 > 0
         safe_Q1 = jnp.where(some_Q1, l_Q1, 1.0)
         out_ref[0, :, lanes(h, K)] = (acc_ref[h] / safe_Q1).astype(out_ref.dtype)
-        lse_QL = jnp.where(some_Q1, m_ref[h] * (scale * LOG2E) + jnp.log(safe_Q1) * LOG2E, -jnp.inf)
+        lse_QL = jnp.where(some_Q1, m_ref[h] * scale + jnp.log(safe_Q1), -jnp.inf)
         lse_ref[0, 0, pl.ds(h, 1), :] = lse_QL.T[:1]
 
     each_head(R, finish)
 
 
-def _forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale: float, tiles: Tiles, interpret):
-    """The kernel on arrays whose S and T its tiles divide: (out_BSHK, the log-sum-exp to base 2)."""
+def forward(
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, *, scale: float, tiles: Tiles = Tiles(), interpret=False  # noqa: B008
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(out_BSHK, lse_BHS) of `api.attention`."""
+    length = q_BSHK.shape[1]
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, tiles = padded(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, tiles)
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     R, nq = H // G, S // tiles.q
@@ -93,7 +99,7 @@ def _forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale: float, tiles: Tile
         return b, i, g
 
     spans = pl.BlockSpec((1, 1, tiles.q), lambda b, g, i, *_: (b, 0, i))
-    out, lse2_BGRS = pl.pallas_call(
+    out, lse_BGRS = pl.pallas_call(
         functools.partial(_forward_kernel, tiles=tiles, scale=scale),
         name="attention_forward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -143,24 +149,12 @@ def _forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale: float, tiles: Tile
         k_BTGK.reshape(B, T, G * K),
         v_BTGK.reshape(B, T, G * K),
     )
-    return out.reshape(B, S, H, K), lse2_BGRS.reshape(B, H, S)
+    return out.reshape(B, S, H, K)[:, :length], lse_BGRS.reshape(B, H, S)[:, :, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q, k, v, start, end, scale, tiles, interpret):
-    return _attention_forward(q, k, v, start, end, scale, tiles, interpret)[0]
-
-
-def _attention_forward(q, k, v, start, end, scale, tiles, interpret):
-    out, lse2 = _forward(q, k, v, start, end, scale, tiles, interpret)
-    return (out, lse2 / LOG2E), (q, k, v, start, end, out, lse2)
-
-
-def _attention_backward(scale, tiles, interpret, saved, cotangents):
-    return *tpu_backward.gradients(*saved, *cotangents, scale, tiles, interpret), None, None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+def takes(q_BSHK: jax.Array) -> bool:
+    """Whether the kernels have tiles for it."""
+    return q_BSHK.shape[3] % LANES == 0
 
 
 def attention(
@@ -174,21 +168,11 @@ def attention(
     tiles: Tiles = Tiles(),  # noqa: B008
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.attention`. Takes heads of 128 or a multiple of it; `interpret` as in `pl.pallas_call`."""
-    S, K = q_BSHK.shape[1], q_BSHK.shape[3]
-    T = k_BTGK.shape[1]
-    if K % LANES:
-        raise ValueError(f"attention: the tpu backend takes heads whose width divides by {LANES}, not {K}")
-    tiles = tiles.fit(S, T)
-    q_pad, k_pad = -S % tiles.q, -T % tiles.k
-
-    def pad(x: jax.Array, count: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, count)) + ((0, 0),) * (x.ndim - 2)) if count else x
-
-    # Keys that are padding lie beyond every span, and queries that are padding have an empty one.
-    end_BS = jnp.minimum(end_BS, T)
-    out, lse_BHS = _attention(
-        pad(q_BSHK, q_pad), pad(k_BTGK, k_pad), pad(v_BTGK, k_pad), pad(start_BS, q_pad), pad(end_BS, q_pad),
-        scale, tiles, interpret,
-    )  # fmt: skip
-    return out[:, :S], lse_BHS[:, :, :S]
+    """See `api.attention`. `interpret` as in `pl.pallas_call`."""
+    if not takes(q_BSHK):
+        raise ValueError(
+            f"attention: the tpu backend takes heads whose width divides by {LANES}, not {q_BSHK.shape[3]}"
+        )
+    how = {"scale": scale, "tiles": tiles, "interpret": interpret}
+    both = differentiable(functools.partial(forward, **how), functools.partial(backward, **how))
+    return both(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS)

@@ -24,7 +24,9 @@ from pallas_kernels.attention.tpu_common import (
     dot,
     each_head,
     fetch_keys,
+    grown,
     lanes,
+    padded,
     seen,
     walk,
     whole_or_masked,
@@ -74,13 +76,12 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    bounds, key_bounds, k_ref, v_ref, q_hbm, do_hbm, lse_hbm, delta_hbm, start_hbm, end_hbm, dk_ref, dv_ref,
-    q_buf, do_buf, lse_buf, delta_buf, start_buf, end_buf, arrived, dk_acc, dv_acc,
-    *, tiles: Tiles, scale: float, query_blocks: int,
+    bounds, k_ref, v_ref, q_hbm, do_hbm, lse_hbm, delta_hbm, start_hbm, end_hbm, dk_ref, dv_ref,
+    q_buf, do_buf, lse_buf, delta_buf, start_buf, end_buf, arrived, dk_acc, dv_acc, *, tiles: Tiles, scale: float,
 ):  # fmt: skip
     b, g, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     R, K = lse_buf.shape[1], dk_acc.shape[-1]
-    first, end = (key_bounds[2 * (b * pl.num_programs(2) + j) + n] for n in range(2))
+    first, end, full_first, full_end = (bounds[4 * (b * pl.num_programs(2) + j) + n] for n in range(4))
     dk_acc[...] = jnp.zeros_like(dk_acc)
     dv_acc[...] = jnp.zeros_like(dv_acc)
 
@@ -112,8 +113,7 @@ def _dkv_kernel(
             dk_acc[...] += dot(ds_TQ.astype(q_QK.dtype), q_QK, ROWS_BY_COLUMNS)
 
     def use(i, slot):
-        at = 4 * (b * query_blocks + i)
-        whole = (bounds[at + 2] <= j) & (j < bounds[at + 3])
+        whole = (full_first <= i) & (i < full_end)
         whole_or_masked(whole, lambda masked: each_head(R, lambda h: differentiate(h, slot, masked)))
 
     walk(first, end, copies, use)
@@ -121,19 +121,34 @@ def _dkv_kernel(
     dv_ref[0] = dv_acc[...].astype(dv_ref.dtype)
 
 
-def gradients(
-    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, out_BSHK, lse2_BHS, dout_BSHK, dlse_BHS, scale, tiles: Tiles, interpret
-):  # fmt: skip
+def backward(
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, out_BSHK, lse_BHS, dout_BSHK, dlse_BHS,
+    *, scale: float, tiles: Tiles = Tiles(), interpret=False,  # noqa: B008
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq_BSHK, dk_BTGK, dv_BTGK) from what the forward pass saw and gave, and the gradients of its two outputs."""
+    S, T = q_BSHK.shape[1], k_BTGK.shape[1]
+    delta_BSH = jnp.einsum("BSHK,BSHK->BSH", dout_BSHK, out_BSHK, preferred_element_type=jnp.float32)
+    delta_BSH -= dlse_BHS.transpose(0, 2, 1)
+    # A query without keys has weights 0: exp2(s - huge).
+    lse2_BSH = jnp.where(jnp.isneginf(lse_BHS), -HIDDEN, lse_BHS * LOG2E).transpose(0, 2, 1)
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, tiles = padded(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, tiles)
+    per_query = (dout_BSHK.astype(q_BSHK.dtype), delta_BSH, lse2_BSH)
+    dq_BSHK, dk_BTGK, dv_BTGK = _gradients(
+        q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, *(grown(x, tiles.q) for x in per_query), scale, tiles, interpret
+    )
+    return dq_BSHK[:, :S], dk_BTGK[:, :T], dv_BTGK[:, :T]
+
+
+def _gradients(
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, dout_BSHK, delta_BSH, lse2_BSH, scale, tiles: Tiles, interpret
+):  # fmt: skip
+    """`backward` on arrays whose lengths the tiles divide."""
     B, S, H, K = q_BSHK.shape
     T, G = k_BTGK.shape[1:3]
     R, nq, nk = H // G, S // tiles.q, T // tiles.k
-    delta_BSH = jnp.einsum("BSHK,BSHK->BSH", dout_BSHK, out_BSHK, preferred_element_type=jnp.float32)
-    delta_BGRS = (delta_BSH.transpose(0, 2, 1) - dlse_BHS).reshape(B, G, R, S)
-    # A query without keys has weights 0: exp2(s - huge).
-    lse_BGRS = jnp.where(jnp.isneginf(lse2_BHS), -HIDDEN, lse2_BHS).reshape(B, G, R, S)
+    delta_BGRS, lse_BGRS = (x_BSH.transpose(0, 2, 1).reshape(B, G, R, S) for x_BSH in (delta_BSH, lse2_BSH))
     bounds = query_bounds(start_BS, end_BS, T, tiles.q, tiles.k)
-    q_BSX, do_BSX = q_BSHK.reshape(B, S, H * K), dout_BSHK.astype(q_BSHK.dtype).reshape(B, S, H * K)
+    q_BSX, do_BSX = q_BSHK.reshape(B, S, H * K), dout_BSHK.reshape(B, S, H * K)
     k_BTX, v_BTX = k_BTGK.reshape(B, T, G * K), v_BTGK.reshape(B, T, G * K)
     start_B1S, end_B1S = start_BS[:, None], end_BS[:, None]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -186,11 +201,11 @@ def gradients(
 
     keys = pl.BlockSpec((1, tiles.k, K), wide)
     dk_BTX, dv_BTX = call(
-        functools.partial(_dkv_kernel, tiles=tiles, scale=scale, query_blocks=nq),
+        functools.partial(_dkv_kernel, tiles=tiles, scale=scale),
         "attention_dkv",
         4,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(B, G, nk),
             in_specs=[keys, keys] + [anywhere] * 6,
             out_specs=[keys, keys],
@@ -208,7 +223,6 @@ def gradients(
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTX, v_BTX)],
     )()(
-        bounds.reshape(-1),
         key_bounds(bounds, nk).reshape(-1),
         *(k_BTX, v_BTX, q_BSX, do_BSX, lse_BGRS, delta_BGRS, start_B1S, end_B1S),
     )

@@ -32,6 +32,23 @@ class Tiles:
         return dataclasses.replace(self, q=q, k=k, compute=compute)
 
 
+def padded(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, tiles: Tiles):
+    """The same arrays with S and T grown to what the tiles divide, and the tiles, which are no larger than needed.
+
+    Keys that are padding lie beyond every span, and queries that are padding have an empty one.
+    """
+    T = k_BTGK.shape[1]
+    tiles = tiles.fit(q_BSHK.shape[1], T)
+    q_BSHK, start_BS, end_BS = (grown(x, tiles.q) for x in (q_BSHK, start_BS, jnp.minimum(end_BS, T)))
+    return q_BSHK, grown(k_BTGK, tiles.k), grown(v_BTGK, tiles.k), start_BS, end_BS, tiles
+
+
+def grown(x: jax.Array, tile: int) -> jax.Array:
+    """x with zeros up to a multiple of `tile` along axis 1."""
+    extra = -x.shape[1] % tile
+    return jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if extra else x
+
+
 def round_up(x: int, to: int) -> int:
     return -(-x // to) * to
 

@@ -7,9 +7,10 @@ count: half of a causal row, less under a window or with documents. Counts are o
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import blocks, gpu, gpu_backward
+from pallas_kernels.attention import blocks, gpu, gpu_backward, gpu_common
 from pallas_kernels.attention.api import spans
 from pallas_kernels.attention.shapes import Shape
 from pallas_kernels.attention.tpu_common import Tiles
@@ -110,19 +111,23 @@ def _on_tpu(shape: Shape, tiles: Tiles) -> dict[str, Work]:
 
 def _on_gpu(shape: Shape) -> dict[str, Work]:
     """Each query head fetches its own key blocks, each key block its queries; L2 serves some of these again."""
-    start, _ = spans_of(shape)
+    start, end = spans_of(shape)
     S, T = shape.S, shape.S
+
+    def limits(tile: int):
+        return gpu_common.limits(jnp.asarray(start), jnp.asarray(end), T, tile)
+
     q, k, number = _once(shape)
     fetched = {}
     for name, tiles, own in (
         ("attention_forward", gpu.FORWARD, 2 * q + number),
         ("attention_dq", gpu_backward.DQ, 3 * q + 2 * number),
     ):
-        bounds = np.asarray(gpu.key_bounds(start, T, 0, tiles.tile, tiles.warpgroups, tiles.block), np.int64)[0]
+        bounds = np.asarray(gpu_common.tile_bounds(limits(tiles.tile), T, tiles), np.int64)[0]
         held = int((bounds[:, 1] - bounds[:, 0]).sum())
         fetched[name] = own + shape.H * (2 * S * WORD + held * 2 * tiles.block * shape.K * BF16)
     tiles = gpu_backward.DKV
-    bounds = np.asarray(gpu_backward.query_bounds(start, T, 0, tiles.tile, tiles.warpgroups, tiles.block), np.int64)[0]
+    bounds = np.asarray(gpu_backward.key_tile_bounds(limits(tiles.block), T, tiles), np.int64)[0]
     held = int((bounds[:, 1] - bounds[:, 0]).sum())
     fetched["attention_dkv"] = 4 * k + shape.H * held * tiles.block * (2 * shape.K * BF16 + 2 * WORD + 2 * WORD)
     return _works(shape, fetched, {})

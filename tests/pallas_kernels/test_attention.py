@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import aot
-from pallas_kernels.attention import attention, spans, tpu
+from pallas_kernels.attention import attention, spans, tpu, xla
 from pallas_kernels.attention.blocks import key_bounds, query_bounds
 from pallas_kernels.attention.shapes import NORTH
 from pallas_kernels.attention.tpu_common import Tiles
@@ -55,12 +55,17 @@ def definition(q, k, v, start, end, dout, dlse):
 
 def run(q, k, v, start, end, dout, dlse, **how):
     """(out, lse, dq, dk, dv) of a backend."""
-    if how.pop("backend") == "tpu":
-        call = functools.partial(tpu.attention, scale=q.shape[3] ** -0.5, tiles=SMALL, **how)
-    else:
-        call = functools.partial(attention, backend="reference")
-    (out, lse), pull = jax.vjp(lambda q, k, v: call(q, k, v, jnp.asarray(start), jnp.asarray(end)), q, k, v)
-    return out, lse, *pull((jnp.asarray(dout, out.dtype), jnp.asarray(dlse, jnp.float32)))
+    interpret = how.pop("interpret", True)
+    call = functools.partial(attention, **how)
+    if how["backend"] == "tpu":
+        call = functools.partial(tpu.attention, scale=q.shape[3] ** -0.5, tiles=SMALL, interpret=interpret)
+
+    @jax.jit
+    def both(q, k, v, dout, dlse):
+        results, pull = jax.vjp(lambda q, k, v: call(q, k, v, jnp.asarray(start), jnp.asarray(end)), q, k, v)
+        return *results, *pull((dout, dlse))
+
+    return both(q, k, v, jnp.asarray(dout, q.dtype), jnp.asarray(dlse, jnp.float32))
 
 
 def check(q, k, v, start, end, seed=0, tolerance=2e-6, **how):
@@ -86,45 +91,58 @@ def packed(S: int, lengths: list[int], window: int | None = None):
     return [np.asarray(x) for x in spans(S, window=window, segment_ids_BS=jnp.asarray(ids))]
 
 
+# Documents and window.
 CASES = {
-    "one token": (1, packed(1, [1])),
-    "a row no tile divides": (300, packed(300, [300])),
-    "window shorter than a tile": (400, packed(400, [400], 50)),
-    "window of one": (200, packed(200, [200], 1)),
-    "window longer than the row": (150, packed(150, [150], 4096)),
-    "documents of one token": (257, packed(257, [1] * 257)),
-    "packed with a window": (513, packed(513, [100, 1, 250, 162], 130)),
+    "one token": ([1], None),
+    "a row no tile divides": ([300], None),
+    "window shorter than a tile": ([400], 50),
+    "window of one": ([200], 1),
+    "window longer than the row": ([150], 4096),
+    "documents of one token": ([1] * 257, None),
+    "packed with a window": ([100, 1, 250, 162], 130),
+    "a window whose blocks divide the row": ([100, 1, 250, 165], 130),
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "tpu"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "tpu"])
 @pytest.mark.parametrize("case", CASES)
 def test_backend_equals_the_definition(case, backend):
-    S, (start, end) = CASES[case]
-    check(*arrays(0, 1, S, S, 4, 2), start, end, backend=backend, **({"interpret": True} if backend == "tpu" else {}))
+    lengths, window = CASES[case]
+    S = sum(lengths)
+    check(*arrays(0, 1, S, S, 4, 2), *packed(S, lengths, window), backend=backend, window=window)
+
+
+def test_a_row_with_a_window_is_cut_into_blocks():
+    """The last case above is: else it would show nothing of them."""
+    lengths, window = CASES["a window whose blocks divide the row"]
+    assert xla.block_length(sum(lengths), sum(lengths), window) == 129
+    assert xla.block_length(513, 513, 130) is None
 
 
 @settings(max_examples=5, deadline=None, phases=[Phase.generate])  # each one compiles: shrinking would take minutes
 @given(data=st.data())
 def test_any_spans(data):
-    """Not only causal ones: queries without keys, spans outside the keys, in any order."""
+    """Not only causal ones: queries without keys, spans outside the keys, in any order. XLA's too."""
     S, T = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 400))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     start = rng.integers(-50, T + 50, (2, S)).astype(np.int32)
     end = (start + rng.integers(-20, T, (2, S))).astype(np.int32)
-    check(*arrays(1, 2, S, T, 2, 1), start, end, backend="tpu", interpret=True)
+    for backend in ("tpu", "xla"):
+        check(*arrays(1, 2, S, T, 2, 1), start, end, backend=backend)
 
 
 def test_five_hundred_documents():
     lengths = np.random.default_rng(0).multinomial(524, np.ones(500) / 500) + 1
     start, end = packed(1024, lengths.tolist())
     assert len(np.unique(start)) == 500
-    check(*arrays(2, 1, 1024, 1024, 2, 1), start, end, backend="tpu", interpret=True)
+    check(*arrays(2, 1, 1024, 1024, 2, 1), start, end, backend="tpu")
 
 
 def test_pieces_combine():
     """Calls on pieces of the keys give the whole, value and gradient: what context parallelism needs."""
-    S, (start, end) = CASES["packed with a window"]
+    lengths, window = CASES["packed with a window"]
+    S = sum(lengths)
+    start, end = packed(S, lengths, window)
     q, k, v = (jnp.asarray(x) for x in arrays(3, 1, S, S, 2, 1))
     dout = jnp.asarray(np.random.default_rng(4).normal(size=q.shape), jnp.float32)
 
@@ -157,7 +175,7 @@ def test_gradient_is_the_slope():
         return float((definition(*moved, start, end, weight, np.zeros((1, 2, 140)))[0] * weight).sum())
 
     slope = (value(1e-4) - value(-1e-4)) / 2e-4
-    found = run(q, k, v, start, end, weight, np.zeros((1, 2, 140)), backend="tpu", interpret=True)[2:]
+    found = run(q, k, v, start, end, weight, np.zeros((1, 2, 140)), backend="tpu")[2:]
     ours = sum(float((np.asarray(g, np.float64) * d).sum()) for g, d in zip(found, direction, strict=True))
     assert abs(ours - slope) < 2e-5 * abs(slope)
 
@@ -172,7 +190,9 @@ rounded_on_the_way_back.defvjp(lambda x: (x, None), lambda _, g: (g.astype(jnp.b
 
 def test_bf16_error_is_no_worse_than_xlas():
     """XLA's as on a TPU, where products round their float32 operands to bfloat16; on a CPU they do not."""
-    S, (start, end) = CASES["packed with a window"]
+    lengths, window = CASES["packed with a window"]
+    S = sum(lengths)
+    start, end = packed(S, lengths, window)
     low = [jnp.asarray(x, jnp.bfloat16) for x in arrays(7, 1, S, S, 2, 2)]
     dout = jnp.asarray(np.random.default_rng(8).normal(size=low[0].shape), jnp.bfloat16)
     dlse = np.zeros((1, 2, S))
@@ -186,7 +206,7 @@ def test_bf16_error_is_no_worse_than_xlas():
 
     out, pull = jax.vjp(xla, *low)
     theirs = (out, None, *pull(dout))
-    ours = run(*low, start, end, dout, dlse, backend="tpu", interpret=True)
+    ours = run(*low, start, end, dout, dlse, backend="tpu")
     for i, name in ((0, "out"), (2, "dq"), (3, "dk"), (4, "dv")):
         mine, xlas = (np.sqrt(np.mean((np.asarray(x[i], np.float64) - expected[i]) ** 2)) for x in (ours, theirs))
         assert mine <= 1.02 * xlas, f"{name}: {mine:.3g}, XLA {xlas:.3g}"
@@ -207,7 +227,7 @@ def test_bounds_hold_all_that_is_seen_and_full_blocks_only_that(data):
         for j in range(T // k):
             if blocks[i, :, j].any():
                 assert first <= j < stop and by_key[j, 0] <= i < by_key[j, 1]
-            if full_first <= j < full_stop:
+            if full_first <= j < full_stop or by_key[j, 2] <= i < by_key[j, 3]:
                 assert blocks[i, :, j].all()
 
 
