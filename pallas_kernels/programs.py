@@ -6,10 +6,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention
+from pallas_kernels import aot, attention
 from pallas_kernels.attention import gpu, tpu
 from pallas_kernels.attention import work as attention_work
 from pallas_kernels.attention.shapes import NORTH as ATTENTION
+from pallas_kernels.attention.tpu_common import Tiles
+from pallas_kernels.grouped_matmul import tiles as grouped_tiles
 from pallas_kernels.grouped_matmul import tpu as grouped_tpu
 from pallas_kernels.grouped_matmul import work as grouped_work
 from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED
@@ -68,21 +70,48 @@ def shipped_attention_program(shape, platform: str, tiles=None) -> Program | Non
 
 
 def grouped_matmul_program(shape, platform: str, tiles=None) -> Program | None:
-    """Forward and backward of one grouped product, and of the gated pair."""
+    """Forward and backward of one grouped product; `tiles` of the TPU's."""
+    return _grouped(shape, platform, lambda *arguments: grouped_tpu.grouped_matmul(*arguments, tiles), 1)
+
+
+def gated_grouped_matmul_program(shape, platform: str, tiles=None) -> Program | None:
+    """The same of the gated pair."""
+    return _grouped(shape, platform, lambda *arguments: grouped_tpu.gated_grouped_matmul(*arguments, tiles), 2)
+
+
+def _grouped(shape, platform: str, function: Callable, matrices: int) -> Program | None:
     if platform != "tpu":
         return None
-    x, out = _described(shape.P, shape.D), _described(shape.P, shape.F)
-    w = _described(shape.E, shape.D, shape.F)
 
-    def program(x, gate, up, dout, sizes):
-        plain, pull_plain = jax.vjp(lambda x, w: grouped_tpu.grouped_matmul(x, w, sizes, tiles), x, gate)
-        gated, pull_gated = jax.vjp(lambda *a: grouped_tpu.gated_grouped_matmul(*a, sizes, tiles), x, gate, up)
-        return plain, pull_plain(dout), gated, pull_gated(dout)
+    def program(sizes, dout, *arrays):
+        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes), *arrays)
+        return out, pull(dout)
 
-    return program, (x, w, w, out, _described(shape.E, dtype=jnp.int32))
+    x, out, w = _described(shape.P, shape.D), _described(shape.P, shape.F), _described(shape.E, shape.D, shape.F)
+    return program, (_described(shape.E, dtype=jnp.int32), out, x, *[w] * matrices)
 
 
+# By operation, then by name; the names of our own begin with "ours", and tiles are ranked by the first.
 PROGRAMS = {
     "attention": {"ours": attention_program, "as jax ships it": shipped_attention_program},
-    "grouped_matmul": {"ours": grouped_matmul_program},
+    "grouped_matmul": {"ours": grouped_matmul_program, "ours, gated": gated_grouped_matmul_program},
 }
+TILES = {"attention": Tiles, "grouped_matmul": grouped_tiles.Tiles}
+
+
+def tiles(op: str, chip: str):
+    """The tiles that an operation has on a chip, those tuned for it where it has a table. None: it has none of ours."""
+    if aot.CHIPS[chip].platform != "tpu":
+        return None
+    if op == "attention":
+        return Tiles()
+    known = (grouped_tiles.TUNED / f"{chip}.json").exists()
+    return grouped_tiles.tuned(chip) if known else grouped_tiles.TILES[jnp.dtype(jnp.bfloat16)]
+
+
+def candidates(op: str, chip: str) -> list:
+    """Tiles worth ranking on a TPU: few, since each is compiled."""
+    if op == "attention":
+        return [Tiles(), Tiles(q=512), Tiles(k=512), Tiles(compute=256), Tiles(compute=1024)]
+    shared = sorted({1, aot.CHIPS[chip].cores})
+    return [grouped_tiles.Tiles(512, 2048, 128, depth, blocks) for blocks in shared for depth in (128, 256)]

@@ -2,6 +2,7 @@
 
     python tools/kernels.py attention [--chips v5p v6e tpu7x] [--shape full_8k_packed] [--json=FILE]
     python tools/kernels.py grouped_matmul --shape train_8k_up
+    python tools/kernels.py grouped_matmul --rank --chips v5p
     python tools/kernels.py matrix [--chips v5e h200] [--shape full_128k train_8k_up] [--json=FILE]
 
 Needs no accelerator: pip install 'north_jax[aot]'. Shapes are those of pallas_kernels/OP/shapes.py. Of each of our
@@ -10,13 +11,16 @@ chip's data sheet. On a TPU: VMEM, and per loop body its bundles (cycles, were n
 matrix units' slots it uses, and its spill stores; where the passes over each body are known, the bundles of the whole
 kernel, which the cores of a v5p share. Attention has two bodies a kernel, for blocks that are seen whole and blocks
 under a mask, and comes also as jax ships it (splash attention, blocks of 1024). On Hopper: registers, spilled bytes and
-shared memory. `matrix` only compiles, forward and backward, and says what does.
+shared memory. `--rank` compiles some choices of tiles for TPUs and keeps the best in pallas_kernels/OP/tuned/CHIP.json:
+the fewest bundles over the shapes given and, of those within 2 %, the fewest bytes fetched. `matrix` only compiles,
+forward and backward, and says what does.
 
 Every figure is a count or a static bound from the compiler's own schedule; none was measured.
 """
 
 import argparse
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import os
@@ -30,7 +34,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pallas_kernels import aot, schedule  # noqa: E402
+from pallas_kernels import aot, programs, schedule  # noqa: E402
 from pallas_kernels.programs import PROGRAMS, SHAPES, WORK  # noqa: E402
 
 TPUS = [chip.name for chip in aot.CHIPS.values() if chip.platform == "tpu"]
@@ -55,9 +59,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def compile_here(op: str, whose: str, chip: str, shape: str) -> dict:
+def compile_here(op: str, whose: str, chip: str, shape: str, tiles) -> dict:
     """Compiles in this process; {} where there is nothing to compile."""
-    made = PROGRAMS[op][whose](SHAPES[op][shape], aot.CHIPS[chip].platform)
+    made = PROGRAMS[op][whose](SHAPES[op][shape], aot.CHIPS[chip].platform, tiles)
     if made is None:
         return {}
     started = time.perf_counter()
@@ -67,7 +71,7 @@ def compile_here(op: str, whose: str, chip: str, shape: str) -> dict:
     return {"seconds": seconds, "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes, "shared": shared}
 
 
-def in_a_process(op: str, whose: str, chip: str, shape: str, dump: pathlib.Path | None) -> tuple[dict | None, str]:
+def in_a_process(op: str, whose: str, chip: str, shape: str, tiles, dump: pathlib.Path | None) -> tuple:
     """(what `compile_here` gives in a process of its own, None where it failed, and what the process printed).
 
     The compilers read where to dump their listings when they are loaded.
@@ -76,24 +80,29 @@ def in_a_process(op: str, whose: str, chip: str, shape: str, dump: pathlib.Path 
     if dump is not None:
         env["LIBTPU_INIT_ARGS"] = schedule.DUMP.format(folder=dump)
     command = [sys.executable, __file__, op, "--child", whose, "--chips", chip, "--shape", shape]
+    if tiles is not None:
+        command += ["--tiles", json.dumps(dataclasses.asdict(tiles))]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     printed = done.stdout + done.stderr
     return (None if done.returncode else json.loads(done.stdout.strip().splitlines()[-1])), printed
 
 
-def inspect(op: str, whose: str, chip: str, shape: str) -> dict | None:
-    """What the compilers' listings say of a program, by kernel. None where there is nothing to compile."""
+def inspect(op: str, whose: str, chip: str, shape: str, tiles) -> dict | None:
+    """What the compilers' listings say of a program, by kernel. None where there is nothing to compile.
+
+    Errors: RuntimeError where it does not compile.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dump = pathlib.Path(folder)
-        summary, printed = in_a_process(op, whose, chip, shape, dump)
+        summary, printed = in_a_process(op, whose, chip, shape, tiles, dump)
         if summary is None:
-            raise SystemExit(f"{op} of {shape} does not compile for {chip}: {printed.strip().splitlines()[-1]}")
+            raise RuntimeError(f"{op} of {shape} does not compile for {chip}: {printed.strip().splitlines()[-1]}")
         if not summary:
             return None
         bodies, vmem = schedule.bodies(dump), schedule.vmem(dump)
     shared = summary.pop("shared")
     registers = schedule.registers(printed)
-    works = WORK[op](SHAPES[op][shape], aot.CHIPS[chip].platform) if whose == "ours" else {}
+    works = WORK[op](SHAPES[op][shape], aot.CHIPS[chip].platform, tiles) if whose.startswith("ours") else {}
     kernels = {}
     for compiled in dict.fromkeys([*(body.kernel for body in bodies), *(r.kernel for r in registers)]):
         name = next((known for known in works if known in compiled), compiled)
@@ -150,15 +159,18 @@ def matrix(chips: list[str], only: list[str] | None) -> dict:
     A cell's `error` says why one does not compile.
     """
     cells = []
-    for op, (shapes, targets) in MATRIX.items():
-        shapes = [shape for shape in shapes if only is None or shape in only]
-        targets = [chip for chip in targets if chip in chips]
-        print(f"\n{op:20s}" + "".join(f"{chip:>14s}" for chip in targets))
+    rows = [(op, whose) for op in MATRIX for whose in PROGRAMS[op] if whose.startswith("ours")]
+    for op, whose in rows:
+        shapes = [shape for shape in MATRIX[op][0] if only is None or shape in only]
+        targets = [chip for chip in MATRIX[op][1] if chip in chips]
+        if shapes and targets:
+            print(f"\n{op + whose[4:]:24s}" + "".join(f"{chip:>14s}" for chip in targets))
         for shape in shapes:
-            print(f"{shape:20s}", end="", flush=True)
+            print(f"{shape:24s}", end="", flush=True)
             for chip in targets:
-                summary, printed = in_a_process(op, "ours", chip, shape, None)
-                cell = {"op": op, "shape": shape, "chip": chip, **(summary or {"error": printed[-500:]})}
+                summary, printed = in_a_process(op, whose, chip, shape, programs.tiles(op, chip), None)
+                cell = {"op": op, "whose": whose, "shape": shape, "chip": chip}
+                cell |= summary or {"error": printed[-500:]}
                 if summary and (registers := schedule.registers(printed)):
                     cell["registers"] = {r.kernel: r.registers for r in registers}
                     cell["spilled"] = sum(r.spilled for r in registers)
@@ -170,6 +182,50 @@ def matrix(chips: list[str], only: list[str] | None) -> dict:
     return {"versions": versions(), "cells": cells}
 
 
+def bundles_of(op: str, chip: str, shapes: list[str], tiles) -> dict:
+    """The static bound of some tiles: bundles of a core, by shape and kernel, and the bytes that the kernels fetch."""
+    cores = aot.CHIPS[chip].cores
+    bundles, fetched = {}, 0
+    for shape in shapes:
+        kernels = inspect(op, "ours", chip, shape, tiles)["kernels"]
+        # The cores share blocks of columns; attention has blocks of queries enough for any.
+        share = cores if op == "attention" else min(cores, tiles.blocks)
+        bundles[shape] = {name: kernel["bundles"] // share for name, kernel in kernels.items()}
+        fetched += sum(kernel["work"]["fetched"] for kernel in kernels.values())
+    return {"bundles": bundles, "total": sum(sum(of.values()) for of in bundles.values()), "fetched": fetched}
+
+
+def best(ranked: list[dict]) -> dict:
+    """Of what compiled, the fewest bundles; of those within 2 % of them, the fewest bytes fetched, then the first."""
+    compiled = [one for one in ranked if "error" not in one]
+    least = min(one["total"] for one in compiled)
+    return min((one for one in compiled if one["total"] <= 1.02 * least), key=lambda one: one["fetched"])
+
+
+def write_ranking(op: str, chip: str, shapes: list[str]) -> None:
+    """Compiles the candidates of an operation for a TPU, prints them, and writes the table of that chip."""
+    ranked = []
+    for tiles in programs.candidates(op, chip):
+        try:
+            found = bundles_of(op, chip, shapes, tiles)
+        except RuntimeError as error:
+            found = {"error": str(error)}
+        ranked.append({"tiles": dataclasses.asdict(tiles), **found})
+        print(chip, ranked[-1], flush=True)
+    table = {
+        "chip": chip,
+        "tiles": best(ranked)["tiles"],
+        "how": "the fewest bundles in the compiler's schedule and, within 2 %, the fewest bytes fetched; not measured",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "shapes": shapes,
+        "ranked": ranked,
+    }
+    folder = ROOT / "pallas_kernels" / op / "tuned"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{chip}.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,7 +233,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chips", nargs="+", choices=sorted(aot.CHIPS), help="default: v5p v6e tpu7x; matrix: all")
     parser.add_argument("--shape", nargs="+", help="default: the first of the op; matrix: all")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there too")
+    parser.add_argument("--rank", action="store_true", help="choose tiles; --chips of TPUs")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--tiles", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.op == "matrix":
         print(f"Temporaries of what compiles, and bytes that GPU registers spill; {versions()}")
@@ -193,7 +251,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--shape {', '.join(sorted(unknown))} is not known; choose one of {', '.join(shapes)}")
     chips = arguments.chips or ["v5p", "v6e", "tpu7x"]
     if arguments.child:
-        print(json.dumps(compile_here(arguments.op, arguments.child, chips[0], chosen[0])))
+        tiles = arguments.tiles and programs.TILES[arguments.op](**json.loads(arguments.tiles))
+        print(json.dumps(compile_here(arguments.op, arguments.child, chips[0], chosen[0], tiles)))
+        return
+    if arguments.rank:
+        for chip in chips:
+            write_ranking(arguments.op, chip, chosen)
         return
     print("Forward and backward, bfloat16. Counts, and static bounds from the compilers' schedules; none was measured.")
     figures = []
@@ -201,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{arguments.op}, {shape}: {shapes[shape]}")
         for chip in chips:
             for whose in PROGRAMS[arguments.op]:
-                summary = inspect(arguments.op, whose, chip, shape)
+                summary = inspect(arguments.op, whose, chip, shape, programs.tiles(arguments.op, chip))
                 if summary is not None:
                     figures.append({"op": arguments.op, "shape": shape, "chip": chip, "whose": whose, **summary})
                     show(chip, whose, summary)

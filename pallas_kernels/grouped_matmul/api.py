@@ -4,32 +4,53 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import auto, reference, tpu, xla
+from pallas_kernels.grouped_matmul.tiles import tuned
 
 BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "auto": auto}
 
 
-def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla") -> jax.Array:
+# Those that have tiles, which `chip` chooses.
+TILED = ("tpu", "auto")
+
+
+def grouped_matmul(
+    x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla", chip: str | None = None
+) -> jax.Array:
     """out_PF[p] = x_PD[p] @ w_EDF[e], where the first sizes_E[0] rows belong to e = 0, the next sizes_E[1] to 1, …
 
     `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
     "xla", "tpu" (our kernels; bfloat16 or float32), "auto" (those where the program is compiled for a TPU, else
-    "xla") or "reference". Raises ValueError on an unknown backend or on shapes that do not fit.
+    "xla") or "reference". `chip` names a TPU, for its tiles: v5e, v5p, v6e or tpu7x; without it, tiles that compile
+    for all. Raises ValueError on an unknown backend or chip and on shapes that do not fit.
     """
     _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
-    return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E)
+    return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E, *_tiles(backend, chip, x_PD))
 
 
 def gated_grouped_matmul(
-    x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla"
+    x_PD: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    backend: str = "xla",
+    chip: str | None = None,
 ) -> jax.Array:
     """silu(x gate) * (x up), both products as in `grouped_matmul`, differentiable in `x_PD` and both matrices.
 
-    "tpu" reads x once for both and rounds once, at the end. Errors as in `grouped_matmul`.
+    "tpu" reads x once for both and rounds once, at the end. `chip` and errors as in `grouped_matmul`.
     """
     _check("gated_grouped_matmul", backend, x_PD, gate_EDF, sizes_E)
     if gate_EDF.shape != up_EDF.shape:
         raise ValueError(f"gated_grouped_matmul: gates {gate_EDF.shape} and ups {up_EDF.shape} do not fit; pass equals")
-    return BACKENDS[backend].gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E)
+    return BACKENDS[backend].gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E, *_tiles(backend, chip, x_PD))
+
+
+def _tiles(backend: str, chip: str | None, x: jax.Array) -> tuple:
+    if chip is None or backend not in TILED:
+        return ()
+    tiles = tuned(chip)
+    return (tiles if x.dtype == jnp.bfloat16 else None,)
 
 
 def _check(name: str, backend: str, x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> None:

@@ -10,10 +10,11 @@ import jax
 from pallas_kernels.grouped_matmul import tpu, xla
 
 
-@jax.custom_vjp
-def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, tiles: tpu.Tiles | None = None) -> jax.Array:
     """See `api.grouped_matmul`."""
-    return jax.lax.platform_dependent(x_PD, w_EDF, sizes_E, tpu=tpu.gmm, default=xla.grouped_matmul)
+    kernel = functools.partial(tpu.gmm, tiles=tiles)
+    return jax.lax.platform_dependent(x_PD, w_EDF, sizes_E, tpu=kernel, default=xla.grouped_matmul)
 
 
 def _xla_gradients(x_PD, w_EDF, sizes_E, d_PF):
@@ -21,17 +22,20 @@ def _xla_gradients(x_PD, w_EDF, sizes_E, d_PF):
     return pull(d_PF)
 
 
-def _backward(saved, d_PF):
-    return *jax.lax.platform_dependent(*saved, d_PF, tpu=tpu.gradients, default=_xla_gradients), None
+def _backward(tiles, saved, d_PF):
+    kernels = functools.partial(tpu.gradients, tiles=tiles)
+    return *jax.lax.platform_dependent(*saved, d_PF, tpu=kernels, default=_xla_gradients), None
 
 
-grouped_matmul.defvjp(lambda *arguments: (grouped_matmul(*arguments), arguments), _backward)
+grouped_matmul.defvjp(lambda *arguments: (grouped_matmul(*arguments), arguments[:-1]), _backward)
 
 
-@jax.custom_vjp
-def gated_grouped_matmul(x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def gated_grouped_matmul(
+    x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, tiles: tpu.Tiles | None = None
+) -> jax.Array:
     """See `api.gated_grouped_matmul`."""
-    kernel = functools.partial(tpu.gated, save=False)
+    kernel = functools.partial(tpu.gated, save=False, tiles=tiles)
     default = xla.gated_grouped_matmul
     return jax.lax.platform_dependent(
         x_PD, gate_EDF, up_EDF, sizes_E, tpu=lambda *arguments: kernel(*arguments)[0], default=default
@@ -50,14 +54,16 @@ def _xla_gated_gradients(x_PD, gate_EDF, up_EDF, sizes_E, a_PF, b_PF, d_PF):
     return dxa_PD + dxb_PD, dgate_EDF, dup_EDF
 
 
-def _gated_forward(*arguments):
-    kernel = functools.partial(tpu.gated, save=True)
+def _gated_forward(*arguments_and_tiles):
+    *arguments, tiles = arguments_and_tiles
+    kernel = functools.partial(tpu.gated, save=True, tiles=tiles)
     hidden_PF, a_PF, b_PF = jax.lax.platform_dependent(*arguments, tpu=kernel, default=_xla_gated)
     return hidden_PF, (*arguments, a_PF, b_PF)
 
 
-def _gated_backward(saved, d_PF):
-    gradients = jax.lax.platform_dependent(*saved, d_PF, tpu=tpu.gated_gradients, default=_xla_gated_gradients)
+def _gated_backward(tiles, saved, d_PF):
+    kernels = functools.partial(tpu.gated_gradients, tiles=tiles)
+    gradients = jax.lax.platform_dependent(*saved, d_PF, tpu=kernels, default=_xla_gated_gradients)
     return *gradients, None
 
 

@@ -8,7 +8,6 @@ and 1.5 % of North's 65,536 rows.
 Contractions are never split: a whole row of `x` and a block of columns of the matrix lie in VMEM together.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -17,35 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.schedule import computed_rows, first_row, schedule, unit_rows
+from pallas_kernels.grouped_matmul.schedule import computed_rows, first_row, schedule
+from pallas_kernels.grouped_matmul.tiles import TILES, Tiles, cut
 
 # Of the 64 MiB of a v5p or TPU7x core. The 16 MiB that a kernel has unasked hold no float32 sum of a whole matrix.
 VMEM_BYTES = 48 * 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Rows of a tile (a multiple of 16), the most columns of a block (all, or a multiple of 128), rows of a product.
-
-    `piece` rows by a matrix, `depth` rows by rows; both 16 times a power of two. blocks: the least number of blocks of
-    columns, which the cores of a device share.
-    """
-
-    rows: int
-    columns: int
-    piece: int
-    depth: int
-    blocks: int = 1
-
-
-# In bfloat16 North's whole matrices fit, so rows and matrices are read once. In float32 a part of them does.
-# A product of rows by rows takes nearly as long for 16 as for `depth` (all of the sum is read and written), so the rest
-# of a visit is one product, of the units it has and no more: a program for every such number, and `depth` no larger
-# than a matrix unit of a v6e or TPU7x has rows.
-TILES = {
-    jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128, depth=256),
-    jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128, depth=128),
-}
 
 
 def _each_piece(low: jax.Array, high: jax.Array, rows: int, unit: int, piece: int, split: bool, work: Callable) -> None:
@@ -93,14 +68,6 @@ def _tiles(tiles: Tiles | None, arrays: Sequence[jax.Array]) -> Tiles:
         names = sorted(str(dtype) for dtype in dtypes)
         raise ValueError(f"grouped_matmul: operands are {names}; backend 'tpu' wants all bfloat16 or all float32")
     return tiles or TILES[arrays[0].dtype]
-
-
-def cut(P: int, dtype: jnp.dtype, width: int, tiles: Tiles) -> tuple[int, int, int, int]:
-    """Rows of a tile, rows of a unit, and columns and number of the blocks that share `width` evenly."""
-    unit = unit_rows(dtype)
-    blocks = max(pl.cdiv(width, tiles.columns), min(tiles.blocks, pl.cdiv(width, 128)))
-    columns = width if blocks == 1 else pl.cdiv(width, blocks * 128) * 128
-    return min(tiles.rows, pl.cdiv(P, unit) * unit), unit, columns, pl.cdiv(width, columns)
 
 
 def _call(name, kernel, visits, blocks, inputs, in_specs, outputs, out_specs, *, flops, exponentials=0, scratch=()):

@@ -8,9 +8,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.grouped_matmul.schedule import computed_rows, schedule, unit_rows
 from pallas_kernels.grouped_matmul.shapes import Shape
+from pallas_kernels.grouped_matmul.tiles import TILES, Tiles, cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,14 @@ def pieces(counts_G: np.ndarray, rows: int, unit: int, piece: int, *, split: boo
     return int(whole.sum()), *(int((rest == size).sum()) for size in range(unit, piece, unit))
 
 
-def kernels(shape: Shape, platform: str, tiles: tpu.Tiles | None = None) -> dict[str, Work]:
+def kernels(shape: Shape, platform: str, tiles: Tiles | None = None) -> dict[str, Work]:
     """The work of our kernels on a named shape in bfloat16, by kernel, with rows shared out evenly by chance.
 
     {} where the platform has no kernels of ours.
     """
     if platform != "tpu":
         return {}
-    tiles = tiles or tpu.TILES[jnp.dtype(jnp.bfloat16)]
+    tiles = tiles or TILES[jnp.dtype(jnp.bfloat16)]
     P, D, F, E = shape.P, shape.D, shape.F, shape.E
     sizes = uniform_sizes(P, E)
     unit, item = unit_rows(jnp.bfloat16), 2
@@ -68,7 +68,7 @@ def kernels(shape: Shape, platform: str, tiles: tpu.Tiles | None = None) -> dict
 
     def work(products: int, width: int, again: int, once: int, split: bool) -> Work:
         """`again`: bytes of the rows that each block of columns of `width` reads."""
-        rows, _, _, blocks = tpu.cut(P, jnp.bfloat16, width, tiles)
+        rows, _, _, blocks = cut(P, jnp.bfloat16, width, tiles)
         _, _, low, high = (np.asarray(n) for n in schedule(jnp.asarray(sizes), P, rows, empty=not split))
         counts = np.asarray(computed_rows(low, high, unit))
         passes = pieces(counts, rows, unit, tiles.piece if split else tiles.depth, split=split)

@@ -15,6 +15,7 @@ from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import gated_grouped_matmul, grouped_matmul, tpu
 from pallas_kernels.grouped_matmul.schedule import computed_rows, schedule, unit_rows
 from pallas_kernels.grouped_matmul.shapes import NORTH
+from pallas_kernels.grouped_matmul.tiles import TILES, TUNED, cut, tuned
 
 TPUS = [chip.name for chip in aot.CHIPS.values() if chip.platform == "tpu"]
 
@@ -175,3 +176,23 @@ def test_a_tile_too_large_does_not_compile(chip):
     )["gmm"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         aot.compile_for(chip, function, *specs)
+
+
+@pytest.mark.parametrize("chip", sorted(path.stem for path in TUNED.glob("*.json")))
+def test_every_core_of_a_chip_has_blocks_of_columns(chip):
+    tiles = tuned(chip)
+    for width in (NORTH["train_8k_up"].F, NORTH["train_8k_up"].D):
+        _, _, columns, blocks = cut(512, jnp.bfloat16, width, tiles)
+        assert blocks % aot.CHIPS[chip].cores == 0 and columns * blocks == width
+
+
+def test_tiles_are_those_of_the_chip_that_is_named():
+    specs = kernels(512, 256, 256, 4, jnp.bfloat16)["gmm"][1]
+    for backend in ("tpu", "auto"):
+        texts = {}
+        for chip in (None, "v5p"):
+            function = functools.partial(grouped_matmul, backend=backend, chip=chip)
+            texts[chip] = jax.export.export(jax.jit(function), platforms=["tpu"])(*specs).mlir_module()
+        assert tuned("v5p") != TILES[jnp.dtype(jnp.bfloat16)] and texts["v5p"] != texts[None]
+    with pytest.raises(ValueError, match=r"chip 'h100' has no tiles in tuned/; name one of .*v5p"):
+        grouped_matmul(jnp.ones((16, 8)), jnp.ones((2, 8, 8)), jnp.asarray([8, 8]), backend="tpu", chip="h100")

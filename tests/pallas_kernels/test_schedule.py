@@ -1,13 +1,18 @@
 """What is read from the compilers' own listings."""
 
+import functools
 import importlib.util
+import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import programs, schedule
+from pallas_kernels import aot, programs, schedule
+from pallas_kernels.attention import work as attention_work
+
+TUNED = pathlib.Path(programs.__file__).parent
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VSTORE:SPILL
@@ -70,10 +75,12 @@ def test_vmem_ends_where_its_last_allocation_does(tmp_path):
 def test_shared_memory_is_that_of_the_scratch_arrays():
     from pallas_kernels.attention import gpu
 
-    q, start = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    q, span = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256), jnp.int32)
     # Two warpgroups' queries; two stages of keys and of values; spans, places and the log-sum-exp.
     arrays = (2 * 64 * 128 + 2 * 2 * 128 * 128) * 2 + (2 * 2 * 64 + 2 * 128 + 2 * 64) * 4
-    assert schedule.shared_memory(gpu.forward, q, q, q, start) == {"attention_forward": arrays}
+    assert schedule.shared_memory(functools.partial(gpu.forward, scale=1.0), q, q, q, span, span) == {
+        "attention_forward": arrays
+    }
 
 
 @pytest.mark.parametrize("op", programs.PROGRAMS)
@@ -85,13 +92,46 @@ def test_the_tools_programs_trace(op):
         assert values and all(value.dtype == jnp.bfloat16 for value in values)
 
 
-def test_the_tool_refuses_an_unknown_shape(capsys):
+@pytest.fixture(scope="module")
+def tool():
     path = pathlib.Path(__file__).parents[2] / "tools" / "kernels.py"
     spec = importlib.util.spec_from_file_location("kernels_tool", path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_tool_refuses_an_unknown_shape(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main(["attention", "--shape", "full_4k", "full_5k"])
     assert "--shape full_5k is not known; choose one of full_4k, " in capsys.readouterr().err
     # What `matrix` names exists.
     assert all(set(shapes) <= tool.SHAPES[op].keys() for op, (shapes, _) in tool.MATRIX.items())
+
+
+def test_rooflines_are_the_larger_of_two_times(tool):
+    chip = aot.CHIPS["v6e"]
+    for flops, bytes_, limit, seconds in (
+        (2 * chip.flops, chip.bandwidth, "FLOPs", 2),
+        (1, 3 * chip.bandwidth, "bytes", 3),
+    ):
+        found = tool.counted(attention_work.Work(int(flops), int(bytes_), 0), "v6e")
+        assert found == {"roofline_seconds": pytest.approx(seconds), "roofline_of": limit}
+
+
+def test_the_best_has_fewest_bundles_then_fewest_bytes(tool):
+    ranked = [
+        {"name": "many bundles", "total": 1030, "fetched": 1},
+        {"name": "near", "total": 1015, "fetched": 5},
+        {"name": "least, but more bytes", "total": 1000, "fetched": 9},
+        {"name": "too large", "error": "vmem"},
+    ]
+    assert tool.best(ranked)["name"] == "near"
+
+
+@pytest.mark.parametrize("path", sorted(TUNED.glob("*/tuned/*.json")), ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_tuned_table_holds_its_own_best(tool, path):
+    table, op = json.loads(path.read_text()), path.parts[-3]
+    assert table["chip"] == path.stem and table["versions"].keys() >= {"jax", "libtpu"} and table["date"]
+    assert table["tiles"] == tool.best(table["ranked"])["tiles"]
+    assert programs.tiles(op, path.stem) == programs.TILES[op](**table["tiles"])
