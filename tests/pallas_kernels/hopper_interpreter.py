@@ -24,6 +24,7 @@ def interpreted(*, detect_races: bool = False):
     from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map, utils
     from jax._src.pallas.mosaic_gpu import core, primitives
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params
+    from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import RaceDetectionState  # noqa: F401  (not in 0.11)
     from jax._src.state import discharge, indexing
     from jax._src.state import types as state_types
 
