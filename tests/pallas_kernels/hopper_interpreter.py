@@ -1,8 +1,9 @@
-"""jax's interpreter of Mosaic GPU kernels, extended by what attention needs: an operand in registers, late `wgmma`.
+"""jax's interpreter of Mosaic GPU kernels, extended by what ours need: an operand in registers, late `wgmma`.
 
 jax 0.10.2 interprets barriers, TMA copies and `wgmma` of two operands in shared memory. Added here: an operand in
-registers, transposed views, `pl.run_state` of accumulators, `plgpu.load`, and copies past the end of an array. Every
-`wgmma` is carried out as late as its waits allow, so that a buffer released too early is read after it was overwritten.
+registers, transposed views (multiplied, or stored to), `pl.run_state` of accumulators, `plgpu.load`, and copies past the
+end of an array. Every `wgmma` is carried out as late as its waits allow, so that a buffer released too early is read
+after it was overwritten.
 Private modules of jax: `interpreted` raises ImportError where they have moved.
 """
 
@@ -152,6 +153,19 @@ def interpreted(*, detect_races: bool = False):
         gpu_callbacks._swap(token, device, point, thread, key, (), value, None)
         return token
 
+    swap = gpu_callbacks._swap
+
+    def _swap_view(token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms, val, mask, **how):
+        """A store, through a transposed view too."""
+        transforms = gpu_callbacks._remove_noop_transforms(transforms)
+        turned = bool(transforms) and isinstance(transforms[-1], state_types.TransposeTransform)
+        if turned:
+            assert mask is None and transforms[-1].permutation == (1, 0)
+            transforms, val = transforms[:-1], np.transpose(val)
+        where = token, device_id, grid_point_coords, thread_id, allocation_key_as_array
+        token, old = swap(*where, transforms, val, mask, **how)
+        return token, old.T if turned else old
+
     def _copy_out(*, token, device_id, grid_point_coords, thread_id, source_info, **copy):
         """A copy to global memory, of which only what lies inside the destination is written."""
         where = token, device_id, grid_point_coords, thread_id
@@ -190,6 +204,7 @@ def interpreted(*, detect_races: bool = False):
         (jaxpr_interpret, "JaxprInterpreter", Interpreter),
         (thread_map, "_run_jaxpr", _run),
         (gpu_callbacks, "copy_smem_to_gmem", _copy_out),
+        (gpu_callbacks, "_swap", _swap_view),
     ]
     options = params.InterpretGPUParams(
         detect_races=detect_races, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"
