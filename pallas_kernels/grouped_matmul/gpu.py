@@ -60,12 +60,10 @@ def gated(
         hidden = a * jax.nn.sigmoid(a) * b
         return [hidden, a, b] if save else [hidden]
 
-    name = "grouped_gated_saving" if save else "grouped_gated"
-    outputs = 3 if save else 1
-    matrices = [gate_EDF, up_EDF]
-    return tuple(
-        rows_by_matrices(name, combine, [x_PD], matrices, sizes_E, transposed=False, outputs=outputs, tiles=tiles)
-    )
+    name, outputs = ("grouped_gated_saving", 3) if save else ("grouped_gated", 1)
+    weights = [gate_EDF, up_EDF]
+    out = rows_by_matrices(name, combine, [x_PD], weights, sizes_E, transposed=False, outputs=outputs, tiles=tiles)
+    return tuple(out)
 
 
 def gated_gradients(

@@ -95,24 +95,28 @@ def _drain(stages: int, free, steps: jax.Array) -> None:
         plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
 
 
-def _sums(base: jax.Array, steps: jax.Array, stages: int, full, free, shapes, multiply: Callable) -> list[jax.Array]:
-    """Sums [shape] over the steps of what multiply(sums, step, place) issues, one wgmma for each sum.
+def _sums(base, steps, stages: int, full, free, shapes, variants: Sequence[Callable], which=0) -> list[jax.Array]:
+    """Sums [shape] over the steps of what variants[which](sums, place, step) issues: one wgmma for each sum.
 
     A step's place is given back one step late, when its products are known to be done.
     """
     place = _ring(stages, base)
 
     def scope(*sums):
-        @pl.loop(0, steps)
-        def body(step):
-            plgpu.barrier_wait(full.at[place(step)])
-            multiply(sums, step, place(step))
-            plgpu.wgmma_wait(len(sums))
+        def loop(multiply: Callable) -> None:
+            @pl.loop(0, steps)
+            def body(step):
+                plgpu.barrier_wait(full.at[place(step)])
+                multiply(sums, place(step), step)
+                plgpu.wgmma_wait(len(sums))
 
-            @pl.when(step > 0)
-            def release():
-                plgpu.barrier_arrive(free.at[place(step - 1)])
+                @pl.when(step > 0)
+                def release():
+                    plgpu.barrier_arrive(free.at[place(step - 1)])
 
+            plgpu.wgmma_wait(0)
+
+        lax.switch(which, [functools.partial(loop, multiply) for multiply in variants])
         return [x[...] for x in sums]
 
     values = pl.run_scoped(scope, *[plgpu.ACC(shape, jnp.float32) for shape in shapes])
@@ -122,6 +126,42 @@ def _sums(base: jax.Array, steps: jax.Array, stages: int, full, free, shapes, mu
         plgpu.barrier_arrive(free.at[place(steps - 1)])
 
     return values
+
+
+def _store_rows(value: Callable, out, first, count, whole, tail) -> None:
+    """Columns i < count of a value [m, rows] to rows first + i of `out`; value(i, n) gives n of them from i on.
+
+    The row after them is another group's. Shared memory that is swizzled is copied by whole units only; of the last
+    one, which goes by way of `tail`, there is one copy for each power of two in its rows.
+    """
+    unit = tail.shape[0]
+    for start in range(0, whole.shape[0], 2 * unit):  # in parts, each of which wants registers beside the sums
+        whole.at[pl.ds(start, 2 * unit)].T[...] = value(start, 2 * unit)
+    for start in range(0, whole.shape[0], unit):
+
+        @pl.when((start < count) & (count < start + unit))
+        def keep(start=start):
+            tail.T[...] = value(start, unit)
+
+    plgpu.commit_smem()
+    for start in range(0, whole.shape[0], unit):
+
+        @pl.when(start + unit <= count)
+        def copy(start=start):
+            to = out.at[pl.ds(first + start, unit)]
+            plgpu.copy_smem_to_gmem(whole.at[pl.ds(start, unit)], to, commit_group=False)
+
+    rest, done = lax.rem(count, jnp.int32(unit)), 0
+    for bit in reversed(range(unit.bit_length() - 1)):
+        size = 1 << bit
+
+        @pl.when(rest & size != 0)
+        def copy(done=done, size=size):
+            to = out.at[pl.ds(first + count - rest + done, size)]
+            plgpu.copy_smem_to_gmem(tail.at[pl.ds(done, size)], to, commit_group=False)
+
+        done += rest & size
+    plgpu.commit_smem_to_gmem_group()
 
 
 def _launch(kernel: Callable, name: str, tiles: Tiles, **types) -> Callable:
@@ -176,7 +216,6 @@ def rows_by_matrices(
     rows_in = [padded(x, tiles.rows) for x in rows_in]
     matrices = [padded(w, COLUMNS if transposed else DEPTH) for w in matrices]
     each, blocks = pl.cdiv(K, DEPTH), pl.cdiv(width, WARPGROUPS * m)
-    slots = min(held, outputs)
 
     def kernel(*refs):
         group_G, first_G, count_G, visits_ref, *refs = refs
@@ -188,46 +227,29 @@ def rows_by_matrices(
             return group_G[visit], first_G[visit], count_G[visit], block * (WARPGROUPS * m)
 
         def compute(wg):
-            def tile(n: int, base, steps, first, count, column):
-                """A tile of count rows, n - unit < count <= n."""
+            def multiply(n, sums, place, step):
+                for i, total in enumerate(sums):
+                    left = w_smem.at[place, wg, i]
+                    plgpu.wgmma(
+                        total.at[:, pl.ds(0, n)], left if transposed else left.T, x_smem.at[place, pl.ds(0, n)].T
+                    )
 
-                def multiply(sums, step, place):
-                    for i, total in enumerate(sums):
-                        left = w_smem.at[place, wg, i]
-                        plgpu.wgmma(total, left if transposed else left.T, x_smem.at[place, pl.ds(0, n)].T)
-
-                values = combine(_sums(base, steps, stages, full, free, [(m, n)] * held, multiply))
-                columns, last = pl.ds(column + wg * m, m), n - unit
-                for i, (out, value) in enumerate(zip(outs, values, strict=True)):
-                    if i == 0 or i >= slots:
-                        plgpu.wait_smem_to_gmem(0 if i == 0 else slots - 1, wait_read_only=True)
-                    value = plgpu.layout_cast(value.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                    whole, tail = out_smem.at[wg, i % slots], tail_smem.at[wg, i % slots]
-                    if last:
-                        whole.at[pl.ds(0, last)].T[...] = lax.slice(value, (0, 0), (m, last))
-                    tail.T[...] = lax.slice(value, (0, last), (m, n))
-                    plgpu.commit_smem()
-                    if last:
-                        to = out.at[pl.ds(first, last), columns]
-                        plgpu.copy_smem_to_gmem(whole.at[pl.ds(0, last)], to, commit_group=False)
-                    # The next row is another group's: of the last unit, one copy for each power of two in its rows.
-                    start = 0
-                    for bit in reversed(range(unit.bit_length())):
-                        size = 1 << bit
-
-                        @pl.when((count - last) & size != 0)
-                        def copy(start=start, size=size, out=out, tail=tail):
-                            to = out.at[pl.ds(first + last + start, size), columns]
-                            plgpu.copy_smem_to_gmem(tail.at[pl.ds(start, size)], to, commit_group=False)
-
-                        start += (count - last) & size
-                    plgpu.commit_smem_to_gmem_group()
+            variants = [functools.partial(multiply, n) for n in range(unit, tiles.rows + 1, unit)]
 
             def work(item, base):
                 group, first, count, column = described(item)
                 steps = jnp.where(group < E, len(rows_in) * each, 0)
-                branches = [functools.partial(tile, n) for n in range(unit, tiles.rows + 1, unit)]
-                lax.switch(lax.div(count - 1, jnp.int32(unit)), branches, base, steps, first, count, column)
+                which = lax.div(count - 1, jnp.int32(unit))
+                sums = _sums(base, steps, stages, full, free, [(m, tiles.rows)] * held, variants, which)
+                for i, out in enumerate(outs):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    def value(start, size, i=i, dtype=out.dtype):
+                        part = combine([lax.slice(x, (0, start), (m, start + size)) for x in sums])[i]
+                        return plgpu.layout_cast(part.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+
+                    to = out.at[:, pl.ds(column + wg * m, m)]
+                    _store_rows(value, to, first, count, out_smem.at[wg], tail_smem.at[wg])
                 return base + steps
 
             _each_item(visits_ref[0] * blocks, tiles.sms, work)
@@ -263,8 +285,8 @@ def rows_by_matrices(
         scratch_types=(
             plgpu.SMEM((stages, WARPGROUPS, held, *((m, DEPTH) if transposed else (DEPTH, m))), dtype, transforms=WIDE),
             plgpu.SMEM((stages, tiles.rows, DEPTH), dtype, transforms=WIDE),
-            plgpu.SMEM((WARPGROUPS, slots, max(tiles.rows - unit, 8), m), dtype, transforms=WIDE),
-            plgpu.SMEM((WARPGROUPS, slots, unit, m), dtype),
+            plgpu.SMEM((WARPGROUPS, tiles.rows, m), dtype, transforms=WIDE),
+            plgpu.SMEM((WARPGROUPS, unit, m), dtype),
             plgpu.Barrier(num_arrivals=1 + WARPGROUPS * held, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
@@ -298,7 +320,7 @@ def rows_by_rows(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles:
             def work(item, base):
                 group, _, count, steps, row, column = described(item)
 
-                def multiply(sums, step, place):
+                def multiply(sums, place, step):
                     @pl.when((step + 1) * rows > count)
                     def clear():
                         keep(x_smem.at[place, wg], count - step * rows)
@@ -314,7 +336,7 @@ def rows_by_rows(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles:
 
                     plgpu.wgmma(sums[0], x_smem.at[place, wg].T, y_smem.at[place])
 
-                (total,) = _sums(base, steps, stages, full, free, [(m, n)], multiply)
+                (total,) = _sums(base, steps, stages, full, free, [(m, n)], [multiply])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_smem[wg] = total.astype(out_ref.dtype)
                 plgpu.commit_smem()

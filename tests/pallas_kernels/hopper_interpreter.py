@@ -126,15 +126,17 @@ def interpreted(*, detect_races: bool = False):
         return np.asarray(value, np.float32)
 
     def _issue(device, point, thread, token, acc, a, b, *leaves, tree, in_registers):
-        _, a_transforms, b_transforms = jax.tree.unflatten(tree, leaves)
+        acc_transforms, a_transforms, b_transforms = jax.tree.unflatten(tree, leaves)
+        acc_transforms = tuple(acc_transforms or ())
 
         def product():
             left = np.asarray(a, np.float32)
             if not in_registers:
                 left = _operand(token, device, point, thread, a, a_transforms)
             right = _operand(token, device, point, thread, b, b_transforms)
-            _, before = gpu_callbacks._get(token, device, point, thread, acc, ())
-            gpu_callbacks._swap(token, device, point, thread, acc, (), jnp.asarray(before + left @ right), None)
+            _, before = gpu_callbacks._get(token, device, point, thread, acc, acc_transforms)
+            after = jnp.asarray(before + left @ right)
+            gpu_callbacks._swap(token, device, point, thread, acc, acc_transforms, after, None)
 
         pending[_where(device, thread)].append(product)
         return token
