@@ -32,6 +32,8 @@ WARPGROUPS = 2
 DEPTH = 64
 # Columns of the result that a compute warpgroup holds: 128 x 128 float32 sums are 128 registers of a thread.
 COLUMNS = 128
+# Rows of a result that one copy to global memory takes.
+SLAB = 32
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
@@ -39,8 +41,8 @@ COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Lower
 class Tiles:
     """How the kernels cut their work.
 
-    sms: multiprocessors to fill (an H100 or H200 SXM has 132). rows: the most rows of a tile, of which `unit` divides
-    what is computed; both multiples of 16. sum_rows: rows that one step of rows by rows sums over, a multiple of 32.
+    sms: multiprocessors to fill (an H100 or H200 SXM has 132). rows: the most rows of a tile, a multiple of 32;
+    unit: what is computed is a multiple of it, itself one of 16. sum_rows: rows that one step of rows by rows sums over, a multiple of 32.
     stages, sum_stages: steps in shared memory at once. registers: of a compute and of a memory thread.
     """
 
@@ -128,36 +130,34 @@ def _sums(base, steps, stages: int, full, free, shapes, variants: Sequence[Calla
     return values
 
 
-def _store_rows(value: Callable, out, first, count, whole, tail) -> None:
+def _store_rows(value: Callable, out, first, count, slabs, tail) -> None:
     """Columns i < count of a value [m, rows] to rows first + i of `out`; value(i, n) gives n of them from i on.
 
-    The row after them is another group's. Shared memory that is swizzled is copied by whole units only; of the last
-    one, which goes by way of `tail`, there is one copy for each power of two in its rows.
+    The row after them is another group's. Swizzled shared memory is copied by whole slabs only; what is left goes by
+    way of `tail`, which is not swizzled, one copy for each power of two in its rows.
     """
-    unit = tail.shape[0]
-    for start in range(0, whole.shape[0], 2 * unit):  # in parts, each of which wants registers beside the sums
-        whole.at[pl.ds(start, 2 * unit)].T[...] = value(start, 2 * unit)
-    for start in range(0, whole.shape[0], unit):
+    for i in range(slabs.shape[0]):  # in parts, each of which wants registers beside the sums
+        slabs.at[i].T[...] = value(i * SLAB, SLAB)
+    full, rest = lax.div(count, jnp.int32(SLAB)), lax.rem(count, jnp.int32(SLAB))
 
-        @pl.when((start < count) & (count < start + unit))
-        def keep(start=start):
-            tail.T[...] = value(start, unit)
+    @pl.when(rest > 0)
+    def unswizzle():
+        layout = plgpu.Layout.SMEM_GMEM_COPY(tail.shape, tail.dtype, 128)
+        tail[...] = plgpu.load(slabs.at[full], (), layout=layout)
 
     plgpu.commit_smem()
-    for start in range(0, whole.shape[0], unit):
 
-        @pl.when(start + unit <= count)
-        def copy(start=start):
-            to = out.at[pl.ds(first + start, unit)]
-            plgpu.copy_smem_to_gmem(whole.at[pl.ds(start, unit)], to, commit_group=False)
+    @pl.loop(0, full)
+    def copy_slab(i):
+        plgpu.copy_smem_to_gmem(slabs.at[i], out.at[pl.ds(first + i * SLAB, SLAB)], commit_group=False)
 
-    rest, done = lax.rem(count, jnp.int32(unit)), 0
-    for bit in reversed(range(unit.bit_length() - 1)):
+    done = 0
+    for bit in reversed(range(SLAB.bit_length() - 1)):
         size = 1 << bit
 
         @pl.when(rest & size != 0)
-        def copy(done=done, size=size):
-            to = out.at[pl.ds(first + count - rest + done, size)]
+        def copy_rest(done=done, size=size):
+            to = out.at[pl.ds(first + full * SLAB + done, size)]
             plgpu.copy_smem_to_gmem(tail.at[pl.ds(done, size)], to, commit_group=False)
 
         done += rest & size
@@ -285,8 +285,8 @@ def rows_by_matrices(
         scratch_types=(
             plgpu.SMEM((stages, WARPGROUPS, held, *((m, DEPTH) if transposed else (DEPTH, m))), dtype, transforms=WIDE),
             plgpu.SMEM((stages, tiles.rows, DEPTH), dtype, transforms=WIDE),
-            plgpu.SMEM((WARPGROUPS, tiles.rows, m), dtype, transforms=WIDE),
-            plgpu.SMEM((WARPGROUPS, unit, m), dtype),
+            plgpu.SMEM((WARPGROUPS, tiles.rows // SLAB, SLAB, m), dtype, transforms=WIDE),
+            plgpu.SMEM((WARPGROUPS, SLAB, m), dtype),
             plgpu.Barrier(num_arrivals=1 + WARPGROUPS * held, num_barriers=stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
