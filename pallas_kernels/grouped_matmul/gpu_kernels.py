@@ -41,9 +41,10 @@ COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Lower
 class Tiles:
     """How the kernels cut their work.
 
-    sms: multiprocessors to fill (an H100 or H200 SXM has 132). rows: the most rows of a tile, a multiple of 32;
-    unit: what is computed is a multiple of it, itself one of 16. sum_rows: rows that one step of rows by rows sums over, a multiple of 32.
-    stages, sum_stages: steps in shared memory at once. registers: of a compute and of a memory thread.
+    sms: multiprocessors to fill (an H100 or H200 SXM has 132). rows: the most rows of a tile, a multiple of 32.
+    unit: what is computed of a tile is a multiple of it, itself one of 16. stages: steps in shared memory at once.
+    sum_rows, sum_stages: rows that a step of rows by rows sums over, a multiple of 32, and its stages. registers: of a
+    compute and of a memory thread.
     """
 
     sms: int = 132
@@ -262,7 +263,9 @@ def rows_by_matrices(
 
                     def copy(step, place, x_ref=x_ref, mine=mats[i * held : (i + 1) * held]):
                         deep = pl.ds(step * DEPTH, DEPTH)
-                        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, tiles.rows), deep], x_smem.at[place], full.at[place])
+                        plgpu.copy_gmem_to_smem(
+                            x_ref.at[pl.ds(first, tiles.rows), deep], x_smem.at[place], full.at[place]
+                        )
                         for wg in range(WARPGROUPS):
                             wide = pl.ds(column + wg * m, m)
                             at = (group, wide, deep) if transposed else (group, deep, wide)

@@ -1,9 +1,9 @@
 """jax's interpreter of Mosaic GPU kernels, extended by what ours need: an operand in registers, late `wgmma`.
 
 jax 0.10.2 interprets barriers, TMA copies and `wgmma` of two operands in shared memory. Added here: an operand in
-registers, transposed views (multiplied, or stored to), `pl.run_state` of accumulators, `plgpu.load`, and copies past the
-end of an array. Every `wgmma` is carried out as late as its waits allow, so that a buffer released too early is read
-after it was overwritten.
+registers, transposed views (multiplied, or stored to), parts of an accumulator, `pl.run_state` of accumulators,
+`plgpu.load`, and copies past the end of an array. Every `wgmma` is carried out as late as its waits allow, so that a
+buffer released too early is read after it was overwritten.
 Private modules of jax: `interpreted` raises ImportError where they have moved.
 """
 
@@ -20,7 +20,10 @@ import numpy as np
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False):
-    """Pallas Mosaic GPU kernels traced inside run on the CPU; yields a function that tells whether races were found."""
+    """Pallas Mosaic GPU kernels traced inside run on the CPU; yields a function that tells whether races were found.
+
+    Its `multiplied` lists the products of numbers in each wgmma.
+    """
     from jax._src import callback
     from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map, utils
     from jax._src.pallas.mosaic_gpu import core, primitives
@@ -112,6 +115,7 @@ def interpreted(*, detect_races: bool = False):
             return token, env.read_many(jaxpr.outvars)
 
     pending = collections.defaultdict(collections.deque)
+    multiplied = []
 
     def _where(device, thread):
         return int(device), int(thread)
@@ -136,6 +140,7 @@ def interpreted(*, detect_races: bool = False):
             right = _operand(token, device, point, thread, b, b_transforms)
             _, before = gpu_callbacks._get(token, device, point, thread, acc, acc_transforms)
             after = jnp.asarray(before + left @ right)
+            multiplied.append(left.size * right.shape[1])
             gpu_callbacks._swap(token, device, point, thread, acc, acc_transforms, after, None)
 
         pending[_where(device, thread)].append(product)
@@ -157,7 +162,9 @@ def interpreted(*, detect_races: bool = False):
 
     swap = gpu_callbacks._swap
 
-    def _swap_view(token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms, val, mask, **how):
+    def _swap_view(
+        token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms, val, mask, **how
+    ):
         """A store, through a transposed view too."""
         transforms = gpu_callbacks._remove_noop_transforms(transforms)
         turned = bool(transforms) and isinstance(transforms[-1], state_types.TransposeTransform)
@@ -217,5 +224,10 @@ def interpreted(*, detect_races: bool = False):
         gpu_callbacks.reset_gpu_interpret_mode_state()
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(params.force_gpu_interpret_mode(options))
-        yield lambda: any(races.races_found for races in found)
+
+        def verdict() -> bool:
+            return any(races.races_found for races in found)
+
+        verdict.multiplied = multiplied
+        yield verdict
     assert not any(pending.values()), "a wgmma was never awaited"
