@@ -56,12 +56,12 @@ class Tiles:
     registers: tuple[int, int] = (232, 40)
 
 
-def padded(x: jax.Array, rows: int = 1) -> jax.Array:
-    """x [..., A, B] with B a multiple of 128 and at least `rows` rows, by zeros.
+def padded(x: jax.Array, rows: int = 8) -> jax.Array:
+    """x [..., A, B] with A a multiple of 8, at least `rows`, and B a multiple of 128, by zeros.
 
-    A copy from global memory may pass the end of an array, but is not larger than it.
+    A copy from global memory may pass the end of an array, but is not larger than it, and takes tiles of 8 rows.
     """
-    extra = [max(rows - x.shape[-2], 0), -x.shape[-1] % 128]
+    extra = [max(rows, -(-x.shape[-2] // 8) * 8) - x.shape[-2], -x.shape[-1] % 128]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more) for more in extra]) if any(extra) else x
 
 
@@ -284,7 +284,7 @@ def rows_by_matrices(
     wide = matrices[0].shape[1 if transposed else 2]
     results = _launch(
         kernel, name, tiles,
-        out_type=[jax.ShapeDtypeStruct((P, -(-wide // 128) * 128), dtype)] * outputs,
+        out_type=[jax.ShapeDtypeStruct((-(-P // 8) * 8, -(-wide // 128) * 128), dtype)] * outputs,
         scratch_types=(
             plgpu.SMEM((stages, WARPGROUPS, held, *((m, DEPTH) if transposed else (DEPTH, m))), dtype, transforms=WIDE),
             plgpu.SMEM((stages, tiles.rows, DEPTH), dtype, transforms=WIDE),
@@ -294,7 +294,7 @@ def rows_by_matrices(
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
     )(*runs(sizes_E, P, tiles.rows, unit), *rows_in, *matrices)  # fmt: skip
-    return [out[:, :width] for out in results]
+    return [out[:P, :width] for out in results]
 
 
 def rows_by_rows(x_PD: jax.Array, y_PF: jax.Array, sizes_E: jax.Array, *, tiles: Tiles) -> jax.Array:

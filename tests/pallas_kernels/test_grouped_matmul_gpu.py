@@ -29,9 +29,9 @@ SMALL_TILES = Tiles(sms=2, rows=64, stages=2, sum_stages=2)
 jit_runs = jax.jit(runs, static_argnums=(1, 2, 3))
 CASES = {
     "ragged": [21, 0, 5, 49, 1],
+    "whole tiles, rows left over": [32, 0, 16, 0, 0],
     "one row each": [1, 1, 1, 1, 1],
     "one group holds all": [0, 0, 76, 0, 0],
-    "whole tiles, rows left over": [32, 0, 16, 0, 0],
     "no rows at all": [0, 0, 0, 0, 0],
 }
 
@@ -100,7 +100,7 @@ def check(name, sizes, run, multiplied):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_kernels_err_no_more_than_xla_in_the_interpreter(name):
-    """All of CASES, in bfloat16; copies, barriers and late products included."""
+    """In bfloat16, copies, barriers and late products included; the gated pair, for its time, on two of CASES."""
 
     @jax.jit
     def run(sizes, ct, *arrays):
@@ -110,7 +110,7 @@ def test_the_kernels_err_no_more_than_xla_in_the_interpreter(name):
 
     try:
         with hopper_interpreter.interpreted(detect_races=True) as races:
-            for sizes in CASES.values():
+            for sizes in list(CASES.values())[: None if name == "plain" else 2]:
                 check(name, sizes, run, races.multiplied)
             assert not races()
     except ImportError as error:
@@ -147,7 +147,7 @@ def lowered(function, arguments, platform="cuda") -> str:
     return exported.mlir_module()
 
 
-@pytest.mark.parametrize("shape", [*NORTH.values(), SMALL], ids=[*NORTH, "small"])
+@pytest.mark.parametrize("shape", [NORTH["train_8k_up"], NORTH["decode_64_down"], SMALL], ids=str)
 def test_lowers_for_cuda_without_a_plugin(shape):
     program = functools.partial(experts_and_gradients, "gpu")
     # Forward two, and of their gradients two in rows and three in matrices.
