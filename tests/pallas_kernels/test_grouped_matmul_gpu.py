@@ -177,8 +177,8 @@ from pallas_kernels.grouped_matmul.shapes import NORTH
 from test_grouped_matmul_gpu import described, experts_and_gradients
 shape = NORTH["train_8k_up"]
 sizes, _, x, gate, up, _ = described(shape)
-for function, arguments in ((gpu.gmm, (x, gate, sizes)), (functools.partial(gpu.gated, save=False), (x, gate, up, sizes))):
-    aot.compile_for("h100", function, *arguments)
+aot.compile_for("h100", gpu.gmm, x, gate, sizes)
+aot.compile_for("h100", functools.partial(gpu.gated, save=False), x, gate, up, sizes)
 arguments = described(dataclasses.replace(shape, P=8 * shape.P))
 compiled = aot.compile_for("h200", functools.partial(experts_and_gradients, "gpu"), *arguments)
 print("temporaries", compiled.memory_analysis().temp_size_in_bytes / (8 * shape.P * shape.F * 2))
