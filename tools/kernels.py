@@ -75,15 +75,14 @@ def shipped_attention_program(shape, platform: str):
 
 def grouped_matmul_program(shape, platform: str):
     """Forward and backward of one grouped product, and of the gated pair."""
-    if platform != "tpu":
-        return None
+    backend = "tpu" if platform == "tpu" else "gpu"
     x = jax.ShapeDtypeStruct((shape.P, shape.D), BF16)
     w = jax.ShapeDtypeStruct((shape.E, shape.D, shape.F), BF16)
 
     def program(x, gate, up, dout, sizes):
-        plain, pull_plain = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, backend="tpu"), x, gate)
+        plain, pull_plain = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes, backend=backend), x, gate)
         gated, pull_gated = jax.vjp(
-            lambda *a: grouped_matmul.gated_grouped_matmul(*a, sizes, backend="tpu"), x, gate, up
+            lambda *a: grouped_matmul.gated_grouped_matmul(*a, sizes, backend=backend), x, gate, up
         )
         return plain, pull_plain(dout), gated, pull_gated(dout)
 

@@ -3,17 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import auto, reference, tpu, xla
+from pallas_kernels.grouped_matmul import auto, gpu, reference, tpu, xla
 
-BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "auto": auto}
+BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "gpu": gpu, "auto": auto}
 
 
 def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla") -> jax.Array:
     """out_PF[p] = x_PD[p] @ w_EDF[e], where the first sizes_E[0] rows belong to e = 0, the next sizes_E[1] to 1, …
 
     `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
-    "xla", "tpu" (our kernels; bfloat16 or float32), "auto" (those where the program is compiled for a TPU, else
-    "xla") or "reference". Raises ValueError on an unknown backend or on shapes that do not fit.
+    "xla", "tpu" (our kernels; bfloat16 or float32), "gpu" (ours for Hopper; bfloat16), "auto" (ours where the program
+    is compiled for a TPU, or in bfloat16 for CUDA, else "xla") or "reference". Raises ValueError on an unknown backend,
+    on a dtype that its kernels do not take, or on shapes that do not fit.
     """
     _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
     return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E)
@@ -24,7 +25,7 @@ def gated_grouped_matmul(
 ) -> jax.Array:
     """silu(x gate) * (x up), both products as in `grouped_matmul`, differentiable in `x_PD` and both matrices.
 
-    "tpu" reads x once for both and rounds once, at the end. Errors as in `grouped_matmul`.
+    "tpu" and "gpu" read x once for both and round once, at the end. Errors as in `grouped_matmul`.
     """
     _check("gated_grouped_matmul", backend, x_PD, gate_EDF, sizes_E)
     if gate_EDF.shape != up_EDF.shape:

@@ -1,19 +1,28 @@
-"""The TPU kernels where the program is compiled for a TPU, XLA's product elsewhere: settled when it is lowered.
+"""Our kernels where the program is compiled for a TPU or for CUDA, XLA's product elsewhere: settled when it is lowered.
 
 The choice lies inside the rules of differentiation: around them, each platform would save what the others need.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 
-from pallas_kernels.grouped_matmul import tpu, xla
+from pallas_kernels.grouped_matmul import gpu, tpu, xla
+from pallas_kernels.grouped_matmul.gating import gated_slopes
+
+
+def _chosen(name: str, default: Callable, *arguments, **options) -> tuple[jax.Array, ...]:
+    """default(*arguments), or on a platform that has kernels for the first two's dtype its module's `name`."""
+    kernels = {"tpu": tpu, "cuda": gpu} if gpu.supports(*arguments[:2]) else {"tpu": tpu}
+    branches = {p: functools.partial(getattr(module, name), **options) for p, module in kernels.items()}
+    return jax.lax.platform_dependent(*arguments, **branches, default=default)
 
 
 @jax.custom_vjp
 def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """See `api.grouped_matmul`."""
-    return jax.lax.platform_dependent(x_PD, w_EDF, sizes_E, tpu=tpu.gmm, default=xla.grouped_matmul)
+    return _chosen("gmm", xla.grouped_matmul, x_PD, w_EDF, sizes_E)
 
 
 def _xla_gradients(x_PD, w_EDF, sizes_E, d_PF):
@@ -22,7 +31,7 @@ def _xla_gradients(x_PD, w_EDF, sizes_E, d_PF):
 
 
 def _backward(saved, d_PF):
-    return *jax.lax.platform_dependent(*saved, d_PF, tpu=tpu.gradients, default=_xla_gradients), None
+    return *_chosen("gradients", _xla_gradients, *saved, d_PF), None
 
 
 grouped_matmul.defvjp(lambda *arguments: (grouped_matmul(*arguments), arguments), _backward)
@@ -31,34 +40,25 @@ grouped_matmul.defvjp(lambda *arguments: (grouped_matmul(*arguments), arguments)
 @jax.custom_vjp
 def gated_grouped_matmul(x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """See `api.gated_grouped_matmul`."""
-    kernel = functools.partial(tpu.gated, save=False)
-    default = xla.gated_grouped_matmul
-    return jax.lax.platform_dependent(
-        x_PD, gate_EDF, up_EDF, sizes_E, tpu=lambda *arguments: kernel(*arguments)[0], default=default
-    )
-
-
-def _xla_gated(x_PD, gate_EDF, up_EDF, sizes_E):
-    a_PF, b_PF = (xla.grouped_matmul(x_PD, w_EDF, sizes_E) for w_EDF in (gate_EDF, up_EDF))
-    return jax.nn.silu(a_PF) * b_PF, a_PF, b_PF
+    return _chosen("gated", lambda *arguments: xla.gated(*arguments)[:1], x_PD, gate_EDF, up_EDF, sizes_E, save=False)[
+        0
+    ]
 
 
 def _xla_gated_gradients(x_PD, gate_EDF, up_EDF, sizes_E, a_PF, b_PF, d_PF):
-    da_PF, db_PF = tpu.gated_slopes([d_PF, a_PF, b_PF])
+    da_PF, db_PF = gated_slopes([d_PF, a_PF, b_PF])
     dxa_PD, dgate_EDF = _xla_gradients(x_PD, gate_EDF, sizes_E, da_PF)
     dxb_PD, dup_EDF = _xla_gradients(x_PD, up_EDF, sizes_E, db_PF)
     return dxa_PD + dxb_PD, dgate_EDF, dup_EDF
 
 
 def _gated_forward(*arguments):
-    kernel = functools.partial(tpu.gated, save=True)
-    hidden_PF, a_PF, b_PF = jax.lax.platform_dependent(*arguments, tpu=kernel, default=_xla_gated)
+    hidden_PF, a_PF, b_PF = _chosen("gated", xla.gated, *arguments, save=True)
     return hidden_PF, (*arguments, a_PF, b_PF)
 
 
 def _gated_backward(saved, d_PF):
-    gradients = jax.lax.platform_dependent(*saved, d_PF, tpu=tpu.gated_gradients, default=_xla_gated_gradients)
-    return *gradients, None
+    return *_chosen("gated_gradients", _xla_gated_gradients, *saved, d_PF), None
 
 
 gated_grouped_matmul.defvjp(_gated_forward, _gated_backward)
