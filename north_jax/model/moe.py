@@ -57,7 +57,7 @@ def experts_grouped(
     up_EDF: jax.Array,
     down_EFD: jax.Array,
     *,
-    backend: str,
+    backend: str = "auto",
 ) -> jax.Array:
     """Σ_c weight_c · mlp_c(x) over the chosen experts only: tokens sorted by expert, one grouped matmul per matrix.
 
