@@ -3,6 +3,9 @@ export JAX_PLATFORMS ?= cpu
 # Large pages for large arrays: page faults cost a CPU train step up to a sixth of its time.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# Tests that compile much, start no server and measure no time: two at once.
+SIDE_BY_SIDE = tests/chat tests/data tests/model tests/pallas_kernels tests/parallel
+
 .PHONY: demo test sglang lint
 
 demo:
@@ -13,7 +16,12 @@ test:
 	tools/setup.sh test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+ifdef TESTS
 	.venv/bin/python -m pytest $(TESTS)
+else
+	.venv/bin/python -m pytest -n 2 $(SIDE_BY_SIDE)
+	.venv/bin/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE))
+endif
 
 # SGLang's server, in an environment of its own; DEVICE=gpu where there is one.
 DEVICE ?= cpu

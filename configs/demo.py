@@ -45,6 +45,9 @@ def get_config() -> ConfigDict:
             "sliding_window": 64,
             "max_position_embeddings": 512,
             "initializer_range": 0.06,
+            # Backends: of pallas_kernels.attention, and how experts are computed (north_jax.model.Decoder).
+            "attention": "auto",
+            "moe": "auto",
         }
     )
     c.vocab_size = 560

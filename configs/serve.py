@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     c.slots = 8  # sequences in flight at once
     c.context = 16384  # tokens of a sequence, prompt and completion together; at most what the model is made for
     c.engine = ConfigDict()
-    c.engine.moe = "grouped"  # the chosen experts only; "dense" computes all, which is faster for a few small ones
+    c.engine.moe = "auto"  # "grouped", the chosen experts only, or "dense", all, which is faster for a few small ones
     c.engine.tensor = 1  # devices that heads and widths are split over
     c.engine.expert = 1  # devices that experts are split over
     c.engine.cache_tokens = config_dict.placeholder(int)  # keys and values in all; slots * context if not given

@@ -120,8 +120,12 @@ def sft_examples(demonstrations: list[dict], chat: ChatFormat) -> list[Example]:
     return examples
 
 
+BACKENDS = ("attention", "moe")  # of config.model: how the decoder computes, which no checkpoint holds
+
+
 def model_config(config: ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
     """The released architecture at the config's sizes, with the tokenizer's vocabulary."""
+    sizes = {name: value for name, value in config.model.items() if name not in BACKENDS}
     return ModelConfig.from_hf(
         {
             "architectures": ["Cohere2MoeForCausalLM"],
@@ -139,7 +143,7 @@ def model_config(config: ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
             "bos_token_id": tokenizer.bos,
             "eos_token_id": tokenizer.end_of_turn,
             "pad_token_id": tokenizer.pad,
-            **config.model.to_dict(),
+            **sizes,
         }
     )
 
@@ -150,6 +154,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
     workdir.mkdir(parents=True, exist_ok=True)
     stage = Stages(workdir)
     mesh = make_mesh(data=-1)
+    backends = {name: config.model.get(name, "auto") for name in BACKENDS}
 
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(envs.SandboxPool(lambda: envs.make_sandbox(config.sandbox), config.sampling.slots))
@@ -182,7 +187,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
             with stage("sft"):
                 examples = sft_examples(read_demonstrations(demonstrations_file), chat)
                 data = [pack(examples, s.row_length, leave_out_longer=True) for s in config.sft.stages]
-                model = Decoder(model_config(config, chat.tokenizer), rngs=nnx.Rngs(config.seed))
+                model = Decoder(model_config(config, chat.tokenizer), rngs=nnx.Rngs(config.seed), **backends)
                 model = run_sft(model, data, config.sft, workdir / "sft", mesh)
                 hf.save(sft_model, model, version="0", step=0, tokenizer_dir=tokenizer_dir)
 
@@ -218,7 +223,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
             most = max(demonstration_counts(config).values())
             with stage("rl"), _Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer) as witness:
                 model = run_rl(
-                    hf.load(sft_model),
+                    hf.load(sft_model, **backends),
                     config.rl,
                     workdir / "rl",
                     mesh,

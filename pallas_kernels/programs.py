@@ -11,6 +11,7 @@ from pallas_kernels.attention import gpu, tpu
 from pallas_kernels.attention import work as attention_work
 from pallas_kernels.attention.shapes import NORTH as ATTENTION
 from pallas_kernels.attention.tpu_common import Tiles
+from pallas_kernels.grouped_matmul import gpu as grouped_gpu
 from pallas_kernels.grouped_matmul import tiles as grouped_tiles
 from pallas_kernels.grouped_matmul import tpu as grouped_tpu
 from pallas_kernels.grouped_matmul import work as grouped_work
@@ -69,22 +70,22 @@ def shipped_attention_program(shape, platform: str, tiles=None) -> Program | Non
     return program, (q, kv, kv, q, _described(S, dtype=jnp.int32))
 
 
-def grouped_matmul_program(shape, platform: str, tiles=None) -> Program | None:
+def grouped_matmul_program(shape, platform: str, tiles=None) -> Program:
     """Forward and backward of one grouped product; `tiles` of the TPU's."""
-    return _grouped(shape, platform, lambda *arguments: grouped_tpu.grouped_matmul(*arguments, tiles), 1)
+    return _grouped(shape, platform, "grouped_matmul", tiles, 1)
 
 
-def gated_grouped_matmul_program(shape, platform: str, tiles=None) -> Program | None:
+def gated_grouped_matmul_program(shape, platform: str, tiles=None) -> Program:
     """The same of the gated pair."""
-    return _grouped(shape, platform, lambda *arguments: grouped_tpu.gated_grouped_matmul(*arguments, tiles), 2)
+    return _grouped(shape, platform, "gated_grouped_matmul", tiles, 2)
 
 
-def _grouped(shape, platform: str, function: Callable, matrices: int) -> Program | None:
-    if platform != "tpu":
-        return None
+def _grouped(shape, platform: str, name: str, tiles, matrices: int) -> Program:
+    function = getattr({"tpu": grouped_tpu, "cuda": grouped_gpu}[platform], name)
+    kernels = function if tiles is None else functools.partial(function, tiles=tiles)
 
     def program(sizes, dout, *arrays):
-        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes), *arrays)
+        out, pull = jax.vjp(lambda *arrays: kernels(*arrays, sizes), *arrays)
         return out, pull(dout)
 
     x, out, w = _described(shape.P, shape.D), _described(shape.P, shape.F), _described(shape.E, shape.D, shape.F)

@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Room -> the rooms it may import, besides itself. The rooms of the house, from the model outwards.
 MAY_IMPORT = {
     "pallas_kernels": set(),
-    "model": {"pallas_kernels"},
+    "model": {"pallas_kernels", "parallel"},
     "parallel": set(),
     "weights": {"model", "parallel"},
     "chat": set(),

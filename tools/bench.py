@@ -2,6 +2,7 @@
 
     python tools/bench.py convert --folder=DIR [--layers=9] [--rounds=3]
     python tools/bench.py sampler --folder=DIR [--sizes demo middle] [--rounds=3]
+    python tools/bench.py kernels [--folder=benchmarks]
 
 convert: writes a slice of North Mini Code at full width (hidden 2048, 128 experts, vocabulary 262,144; random finite
 numbers) into DIR, then copies its files with `cp` and converts them in turn, each from a cold cache until everything
@@ -13,6 +14,9 @@ server, on one random model, float32, greedy, 32 prompt tokens and 128 new ones 
 turns, each while the others are stopped (SGLang's idle loop takes a core), and medians over the rounds count. "of
 limit" is the embedded server's share of what this machine's memory bandwidth (each matrix that is needed read once a
 step) and arithmetic would allow, both measured in the same run.
+
+kernels: wants a TPU or a GPU; attention and the experts' layer beside what is installed (cuDNN, tokamax, PyTorch, what
+jax ships), correctness first, in under 8 minutes. See tools/bench_kernels.py. Writes DIR/CHIP.json and DIR/CHIP.md.
 """
 
 import argparse
@@ -38,6 +42,7 @@ from flax import nnx
 
 from north_jax.model import Decoder, ModelConfig
 from north_jax.model.decoder import parameter_counts
+from north_jax.pipeline import BACKENDS
 from north_jax.sampler.process import SamplerProcess
 from north_jax.weights import hf
 from north_jax.weights.export import FolderWriter, Planned
@@ -137,8 +142,8 @@ def sampler_config(size: str) -> ModelConfig:
     """The model of the demo, or the middle one."""
     from configs.demo import get_config
 
-    fields = get_config().model.to_dict() | {"vocab_size": get_config().vocab_size}
-    return ModelConfig(**fields | (MIDDLE if size == "middle" else {}))
+    fields = {name: value for name, value in get_config().model.items() if name not in BACKENDS}
+    return ModelConfig(**fields | {"vocab_size": get_config().vocab_size} | (MIDDLE if size == "middle" else {}))
 
 
 def prompts(config: ModelConfig, rows: int) -> list[list[int]]:
@@ -261,13 +266,20 @@ def bench_sampler(folder: pathlib.Path, sizes: Sequence[str], rounds: int) -> No
 def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("convert", "sampler"))
-    parser.add_argument("--folder", type=pathlib.Path, required=True, help="where to write; on the disk to be measured")
+    parser.add_argument("what", choices=("convert", "sampler", "kernels"))
+    parser.add_argument("--folder", type=pathlib.Path, help="where to write; on the disk to be measured")
     parser.add_argument("--layers", type=int, default=9, help="9 layers are 11.4 GB")
     parser.add_argument("--sizes", nargs="+", choices=("demo", "middle"), default=("demo", "middle"))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT))  # for configs
+    if arguments.what == "kernels":
+        from bench_kernels import bench_kernels
+
+        bench_kernels(arguments.folder or ROOT / "benchmarks", budget_s=400)
+        return
+    if arguments.folder is None:
+        parser.error("--folder is needed: where to write; on the disk to be measured")
     if arguments.what == "convert":
         bench_convert(arguments.folder, arguments.layers, arguments.rounds)
     else:

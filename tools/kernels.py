@@ -37,14 +37,13 @@ sys.path.insert(0, str(ROOT))
 from pallas_kernels import aot, programs, schedule  # noqa: E402
 from pallas_kernels.programs import PROGRAMS, SHAPES, WORK  # noqa: E402
 
-TPUS = [chip.name for chip in aot.CHIPS.values() if chip.platform == "tpu"]
 # What `matrix` compiles where.
 MATRIX = {
     "attention": (
         ["full_4k", "full_8k_packed", "full_32k", "full_128k", "window_32k", "window_128k"],
         list(aot.CHIPS),
     ),
-    "grouped_matmul": (["train_8k_up", "train_8k_down"], TPUS),
+    "grouped_matmul": (["train_8k_up", "train_8k_down"], list(aot.CHIPS)),
 }
 
 
@@ -105,7 +104,7 @@ def inspect(op: str, whose: str, chip: str, shape: str, tiles) -> dict | None:
     works = WORK[op](SHAPES[op][shape], aot.CHIPS[chip].platform, tiles) if whose.startswith("ours") else {}
     kernels = {}
     for compiled in dict.fromkeys([*(body.kernel for body in bodies), *(r.kernel for r in registers)]):
-        name = next((known for known in works if known in compiled), compiled)
+        name = next((known for known in (*works, *shared) if known in compiled), compiled)
         own = [body for body in bodies if body.kernel == compiled]
         found = {"bodies": [dataclasses.asdict(body) for body in own]}
         if name in works:

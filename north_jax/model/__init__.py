@@ -13,6 +13,6 @@ Shapes live in names, one capital letter per axis:
 
 from north_jax.model.cache import Cache, Tables, init_cache, own_pages
 from north_jax.model.config import ModelConfig
-from north_jax.model.decoder import Decoder, parameter_counts
+from north_jax.model.decoder import MOE_KINDS, Decoder, parameter_counts
 
-__all__ = ["Cache", "Decoder", "ModelConfig", "Tables", "init_cache", "own_pages", "parameter_counts"]
+__all__ = ["MOE_KINDS", "Cache", "Decoder", "ModelConfig", "Tables", "init_cache", "own_pages", "parameter_counts"]

@@ -1,10 +1,10 @@
-"""Grouped-query attention under a mask; which keys a query sees is decided once per forward pass.
-
-Keys and values come head by head, k_GBTK and v_GBTK.
-"""
+"""Grouped-query attention: within the rows of a batch, and under a mask over keys that were cached."""
 
 import jax
 import jax.numpy as jnp
+
+from north_jax.parallel import on_shards
+from pallas_kernels import attention as kernels
 
 # Finite, so that a query that sees nothing (a padding token of a cached step) yields a number and not NaN.
 _HIDDEN = -1e30
@@ -13,7 +13,8 @@ _HIDDEN = -1e30
 def attend(q_BSHK: jax.Array, k_GBTK: jax.Array, v_GBTK: jax.Array, mask_BST: jax.Array) -> jax.Array:
     """softmax(q·k / sqrt(K)) v over the visible keys -> [B, S, H, K]; query head h reads key/value head h // (H / G).
 
-    Scores and softmax are float32. `mask_BST` is True where a key is visible; its B may be 1.
+    Keys and values come head by head. Scores and softmax are float32. `mask_BST` is True where a key is visible; its B
+    may be 1.
     """
     B, S, H, K = q_BSHK.shape
     G, _, T, _ = k_GBTK.shape
@@ -27,46 +28,33 @@ def attend(q_BSHK: jax.Array, k_GBTK: jax.Array, v_GBTK: jax.Array, mask_BST: ja
     return out_GBMK.reshape(G, B, R, S, K).transpose(1, 3, 0, 2, 4).reshape(B, S, H, K)
 
 
-def row_masks(S: int, segment_ids_BS: jax.Array | None, window: int) -> tuple[jax.Array, jax.Array]:
-    """(full, sliding) masks for `attend_rows`, [B or 1, S, S] each; the second may be in blocks, [B or 1, n, s, 2s].
+def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) -> tuple[tuple, tuple]:
+    """The spans (start_BS, end_BS) of the keys that each query of the rows sees, in full and in sliding layers.
 
-    A key is visible when it is not later than the query, has its segment id and, sliding, is among the last `window`.
-    Order and window go by the index in the row. Padding (segment 0) sees padding only, so no query is without a key.
+    A key is visible when it is not later than the query, in the same run of equal segment ids and, sliding, among the
+    last `window`. Order and window go by the index in the row. Padding (segment 0) sees padding only, so no query is
+    without a key.
     """
-    if segment_ids_BS is None:
-        segment_ids_BS = jnp.ones((1, S), jnp.int32)
-    back_SS = jnp.arange(S)[:, None] - jnp.arange(S)
-    full_BSS = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]) & (back_SS >= 0)
-    # In blocks of s >= window - 1 tokens, a block sees itself and the one before: 2s keys per query instead of S.
-    s = next((s for s in (window - 1, window) if s > 0 and S % s == 0 and 2 * s < S), None)
-    if s is None:
-        return full_BSS, full_BSS & (back_SS < window)
-    blocks_Bns = segment_ids_BS.reshape(-1, S // s, s)
-    back_st = jnp.arange(s)[:, None] - jnp.arange(-s, s)
-    same_Bnst = blocks_Bns[:, :, :, None] == _with_previous(blocks_Bns, nothing=-1)[:, :, None, :]
-    return full_BSS, same_Bnst & (back_st >= 0) & (back_st < window)
+
+    def wide(spans) -> tuple:
+        return tuple(jnp.broadcast_to(x_BS, ids_BS.shape) for x_BS in spans)
+
+    S = ids_BS.shape[1]
+    full = kernels.spans(S, segment_ids_BS=segment_ids_BS)
+    return wide(full), wide(kernels.spans(S, window=window, segment_ids_BS=segment_ids_BS))
 
 
-def attend_rows(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention within rows -> [B, S, H, K], under one of the masks of `row_masks`."""
-    B, S = q_BSHK.shape[:2]
-    if mask.ndim == 4:  # blocks become rows
-        n, s = mask.shape[1:3]
+def attend_rows(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, spans: tuple, *, window: int | None, backend: str
+) -> jax.Array:
+    """Attention within rows over `spans`, which lie in the window if there is one -> [B, S, H, K].
 
-        def blocks(x):
-            return x.reshape(B, n, s, *x.shape[2:])
+    `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows and heads.
+    """
 
-        def merge(x):
-            return x.reshape(B * n, *x.shape[2:])
+    def attend(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
+        return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window, backend=backend)[0]
 
-        q_BSHK = merge(blocks(q_BSHK))
-        k_BSGK, v_BSGK = merge(_with_previous(blocks(k_BSGK))), merge(_with_previous(blocks(v_BSGK)))
-        mask = merge(jnp.broadcast_to(mask, (B, *mask.shape[1:])))
-    out = attend(q_BSHK, k_BSGK.transpose(2, 0, 1, 3), v_BSGK.transpose(2, 0, 1, 3), mask)
-    return out.reshape(B, S, *out.shape[2:])
-
-
-def _with_previous(x_Bns: jax.Array, nothing: int = 0) -> jax.Array:
-    """[B, n, s, …] -> [B, n, 2s, …]: every block preceded by the block before, the first one by `nothing`."""
-    before = jnp.concatenate([jnp.full_like(x_Bns[:, :1], nothing), x_Bns[:, :-1]], axis=1)
-    return jnp.concatenate([before, x_Bns], axis=2)
+    queries, keys = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
+    rows = ("batch", "sequence")
+    return on_shards(attend, (queries, keys, keys, rows, rows), queries)(q_BSHK, k_BSGK, v_BSGK, *spans)

@@ -14,7 +14,10 @@ from north_jax.model import attention, moe, norm, rope
 from north_jax.model import cache as kv
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
+from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
+from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
 
+MOE_KINDS = ("dense", "grouped", *GROUPED_KINDS)
 Trace = dict[str, jax.Array] | None
 
 
@@ -108,7 +111,8 @@ class MoE(nnx.Module):
         if self.kind == "dense":
             out_ND = moe.experts_dense(x_ND, weights_NE, *experts)
         else:
-            out_ND = moe.experts_grouped(x_ND, weights_NE, indices_NC, *experts)
+            backend = "auto" if self.kind == "grouped" else self.kind
+            out_ND = moe.experts_grouped(x_ND, weights_NE, indices_NC, *experts, backend=backend)
         if trace is not None:
             B, S, _ = x_BSD.shape
             chosen_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
@@ -131,14 +135,27 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """The language model of `config`; see `hidden`, `logits` and `step`.
 
-    `moe="dense"` computes every expert and gates the result, best for a few small experts; `moe="grouped"` sorts the
-    tokens by expert and computes the chosen ones only. Both give the same numbers.
+    `attention` names the backend of `pallas_kernels.attention` for rows. `moe` says how experts are computed: "dense",
+    every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
+    the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
+    by that backend. "auto" is "grouped" where at most an eighth of the experts are chosen. All give the same numbers.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype=jnp.float32, moe: str = "dense"):
-        if moe not in ("dense", "grouped"):
-            raise ValueError(f"Decoder: moe {moe!r} is not known; choose 'dense' or 'grouped'")
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        param_dtype=jnp.float32,
+        attention: str = "auto",
+        moe: str = "auto",
+    ):
+        for what, name, kinds in (("attention", attention, ATTENTION_KINDS), ("moe", moe, MOE_KINDS)):
+            if name not in kinds:
+                raise ValueError(f"Decoder: {what} {name!r} is not known; choose one of {', '.join(kinds)}")
+        if moe == "auto":
+            moe = "grouped" if config.num_experts >= 8 * config.num_experts_per_tok else "dense"
+        self.config, self.attention = config, attention
         shape = (config.vocab_size, config.hidden_size)
         self.embedding_VD = _param(rngs, shape, ("vocab", "embed"), config.initializer_range, param_dtype)
         self.layers = nnx.List([Layer(config, i, rngs, param_dtype, moe) for i in range(config.num_hidden_layers)])
@@ -161,10 +178,11 @@ class Decoder(nnx.Module):
         S = ids_BS.shape[1]
         if positions_BS is None:
             positions_BS = jnp.arange(S)[None]
-        full, sliding = attention.row_masks(S, segment_ids_BS, self.config.window)
+        full, sliding = attention.row_spans(ids_BS, segment_ids_BS, self.config.window)
 
         def attend(layer: Attention, q, k, v):
-            return attention.attend_rows(q, k, v, sliding if layer.sliding else full)
+            spans, window = (sliding, self.config.window) if layer.sliding else (full, None)
+            return attention.attend_rows(q, k, v, spans, window=window, backend=self.attention)
 
         return self._blocks(ids_BS, positions_BS, attend, trace)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import combine, gather, sort_by_expert
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import gated_grouped_matmul, grouped_matmul
 
 # Up to here, transposing the experts' matrices costs a CPU more than their products do: decoding, not training.
 FEW_TOKENS = 64
@@ -56,16 +56,21 @@ def experts_grouped(
     gate_EDF: jax.Array,
     up_EDF: jax.Array,
     down_EFD: jax.Array,
+    *,
+    backend: str = "auto",
 ) -> jax.Array:
     """Σ_c weight_c · mlp_c(x) over the chosen experts only: tokens sorted by expert, one grouped matmul per matrix.
 
-    No capacity and no drops: every chosen (token, expert) pair is computed.
+    No capacity and no drops: every chosen (token, expert) pair is computed. `backend` as in `grouped_matmul`; where the
+    experts are spread over a mesh, "auto" is XLA's product, which the compiler can split.
     """
     E = gate_EDF.shape[0]
+    if backend == "auto" and jax.sharding.get_abstract_mesh().size > 1:
+        backend = "xla"
     order_P, inverse_NC, sizes_E = sort_by_expert(indices_NC, E)
     x_PD = gather(x_ND, order_P, inverse_NC)
-    hidden_PF = jax.nn.silu(grouped_matmul(x_PD, gate_EDF, sizes_E)) * grouped_matmul(x_PD, up_EDF, sizes_E)
-    out_PD = grouped_matmul(hidden_PF, down_EFD, sizes_E)
+    hidden_PF = gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E, backend=backend)
+    out_PD = grouped_matmul(hidden_PF, down_EFD, sizes_E, backend=backend)
     # A mask instead of a gather: its gradient needs no scatter.
     picked_NCE = indices_NC[:, :, None] == jnp.arange(E)
     weights_NC = jnp.sum(jnp.where(picked_NCE, weights_NE[:, None, :], 0.0), axis=2)

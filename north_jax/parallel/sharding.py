@@ -1,6 +1,6 @@
 """Logical axis -> mesh axis, in one table, and the shardings that follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from flax import nnx
@@ -67,6 +67,17 @@ def parameter_shardings(mesh: Mesh, params: nnx.State) -> nnx.State:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of every [B, S] array of a batch."""
     return NamedSharding(mesh, spec(("batch", "sequence")))
+
+
+def on_shards(function: Callable, in_axes: Sequence[Sequence[str]], out_axes: Sequence[str]) -> Callable:
+    """`function` run by every device on its own part of the arguments, whose dimensions have these logical names.
+
+    The mesh is the one that is set where this is traced; without one, or on one device, it is `function` itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    return jax.shard_map(function, in_specs=tuple(map(spec, in_axes)), out_specs=spec(out_axes), check_vma=False)
 
 
 def shard_model(mesh: Mesh, model: nnx.Module) -> None:

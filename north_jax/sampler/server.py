@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from north_jax.chat.tokenizer import Tokenizer
+from north_jax.model import MOE_KINDS
 from north_jax.parallel import make_mesh
 from north_jax.sampler.engine import KV_DTYPES, Engine
 from north_jax.sampler.http import KeyRequired, error_for
@@ -158,7 +159,7 @@ def serve(
     api_key: str | None = None,
     allow_anyone: bool = False,
     interactive: bool = False,
-    moe: str = "dense",
+    moe: str = "auto",
     tensor: int = 1,
     expert: int = 1,
     cache_tokens: int | None = None,
@@ -261,7 +262,7 @@ def _define_flags() -> None:
     flags.DEFINE_float("drain_s", DRAIN_S, "Seconds that open requests have when it is told to end.", lower_bound=0)
     flags.DEFINE_string("api_key", None, f"What requests must carry. Better in {KEY_VARIABLE}: ps shows flags.")
     flags.DEFINE_bool("allow_anyone", False, "Serve without an API key on an address that others can reach.")
-    flags.DEFINE_enum("moe", "dense", ("dense", "grouped"), "How experts are computed: all, or the chosen ones.")
+    flags.DEFINE_enum("moe", "auto", MOE_KINDS, "How experts are computed: all (dense), or the chosen ones (grouped).")
     flags.DEFINE_integer("tensor", 1, "Devices that heads and widths are split over.", lower_bound=1)
     flags.DEFINE_integer("expert", 1, "Devices that experts are split over.", lower_bound=1)
     flags.DEFINE_integer("cache_tokens", None, "Tokens of keys and values in all; slots * context if not given.")

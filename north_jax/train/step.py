@@ -110,7 +110,8 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def loss_of(params):
-            return loss_fn(nnx.merge(state.graphdef, params), batch)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return loss_fn(nnx.merge(state.graphdef, params), batch)
 
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)

@@ -96,12 +96,18 @@ def read_array(folder: str | os.PathLike, item: str, name: str, sums: Mapping[st
 
 
 def load(
-    path: str | os.PathLike, dtype=None, *, mesh: Mesh | None = None, moe: str = "dense", window_inclusive: bool = False
+    path: str | os.PathLike,
+    dtype=None,
+    *,
+    mesh: Mesh | None = None,
+    attention: str = "auto",
+    moe: str = "auto",
+    window_inclusive: bool = False,
 ) -> Decoder:
     """The Decoder of such a folder, on the mesh if there is one; see `hf.load`."""
     path = pathlib.Path(path)
     config = dataclasses.replace(read_config(path), window_inclusive=window_inclusive)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe=moe))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention, moe=moe))
     stored(path, model)  # refuses what does not fit, before anything is read
     shardings = hf.shardings(model, mesh)
     sums = read_sums(path)

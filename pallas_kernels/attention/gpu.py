@@ -30,13 +30,13 @@ from pallas_kernels.attention.gpu_common import (
     grown,
     launch,
     limits,
-    load,
     masked_scores,
     store_places,
     stream_blocks,
     tile_bounds,
 )
 from pallas_kernels.attention.rule import differentiable
+from pallas_kernels.versions import load
 
 FORWARD = Tiles()
 # The running maximum starts at a finite value, so that rows without a visible key yet give exp2(-inf), never inf - inf.

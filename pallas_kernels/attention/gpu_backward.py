@@ -27,13 +27,13 @@ from pallas_kernels.attention.gpu_common import (
     grown,
     launch,
     limits,
-    load,
     masked_scores,
     padded,
     store_places,
     stream_blocks,
     tile_bounds,
 )  # fmt: skip
+from pallas_kernels.versions import load
 
 DQ = Tiles(rows=64, block=128, stages=2)
 DKV = Tiles(rows=64, block=64, stages=4)

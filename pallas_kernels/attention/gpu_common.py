@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 
 import jax
@@ -12,13 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.blocks import query_bounds
+from pallas_kernels.versions import load
 
 LOG2E = math.log2(math.e)
 # wgmma reads rows of 128 bytes, swizzled, in groups of eight.
 LAYOUT = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-_WHOLE = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
@@ -81,11 +80,6 @@ def columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 def limits(start_BS: jax.Array, end_BS: jax.Array, T: int, tile: int) -> jax.Array:
     """[B, 2, S grown to a multiple of tile] int32: the spans, ending at most at T. Past S, copies of the last one."""
     return padded(jnp.stack([start_BS, jnp.minimum(end_BS, T)], axis=1), tile)
-
-
-def load(ref, layout) -> jax.Array:
-    """All of a reference, in a layout. jax 0.10 wants an index, which is deprecated from 0.11 on."""
-    return plgpu.load(ref, *_WHOLE, layout=layout)
 
 
 def store_places(place_smem) -> None:

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import auto, reference, tpu, xla
+from pallas_kernels.grouped_matmul import auto, gpu, reference, tpu, xla
 from pallas_kernels.grouped_matmul.tiles import tuned
 
-BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "auto": auto}
+BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "gpu": gpu, "auto": auto}
 
 
 # Those that have tiles, which `chip` chooses.
@@ -19,9 +19,10 @@ def grouped_matmul(
     """out_PF[p] = x_PD[p] @ w_EDF[e], where the first sizes_E[0] rows belong to e = 0, the next sizes_E[1] to 1, …
 
     `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
-    "xla", "tpu" (our kernels; bfloat16 or float32), "auto" (those where the program is compiled for a TPU, else
-    "xla") or "reference". `chip` names a TPU, for its tiles: v5e, v5p, v6e or tpu7x; without it, tiles that compile
-    for all. Raises ValueError on an unknown backend or chip and on shapes that do not fit.
+    "xla", "tpu" (our kernels; bfloat16 or float32), "gpu" (ours for Hopper; bfloat16), "auto" (ours where the program
+    is compiled for a TPU, or in bfloat16 for CUDA, else "xla") or "reference". `chip` names a TPU for its tiles: v5e,
+    v5p, v6e or tpu7x; without it, tiles that compile for all. Raises ValueError on an unknown backend or chip, on a
+    dtype that its kernels do not take, or on shapes that do not fit.
     """
     _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
     return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E, *_tiles(backend, chip, x_PD))
@@ -38,7 +39,7 @@ def gated_grouped_matmul(
 ) -> jax.Array:
     """silu(x gate) * (x up), both products as in `grouped_matmul`, differentiable in `x_PD` and both matrices.
 
-    "tpu" reads x once for both and rounds once, at the end. `chip` and errors as in `grouped_matmul`.
+    "tpu" and "gpu" read x once for both and round once, at the end. `chip` and errors as in `grouped_matmul`.
     """
     _check("gated_grouped_matmul", backend, x_PD, gate_EDF, sizes_E)
     if gate_EDF.shape != up_EDF.shape:

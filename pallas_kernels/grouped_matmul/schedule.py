@@ -10,6 +10,17 @@ def unit_rows(dtype: jnp.dtype) -> int:
     return 32 // jnp.dtype(dtype).itemsize
 
 
+def _steps(visits: jax.Array, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """group_G, nth_G, real_G: step g is the nth visit of its group; steps past the last visit repeat it, not real."""
+    done = jnp.cumsum(visits)
+    step_G = jnp.arange(G, dtype=jnp.int32)
+    last_G = jnp.minimum(step_G, done[-1] - 1)
+    # The group of a step is the number of groups done by then: one scatter of E ones, one running sum over G.
+    begun_G = jnp.zeros_like(step_G).at[done[:-1]].add(1, mode="drop")
+    group_G = jnp.cumsum(begun_G)[last_G]
+    return group_G, last_G - (done - visits)[group_G], step_G == last_G
+
+
 def schedule(sizes_E: jax.Array, P: int, rows: int, *, empty: bool) -> tuple[jax.Array, ...]:
     """group_G, tile_G, low_G, high_G: step g multiplies rows low to high of its tile by its group's matrix.
 
@@ -23,18 +34,35 @@ def schedule(sizes_E: jax.Array, P: int, rows: int, *, empty: bool) -> tuple[jax
         ends = jnp.append(ends, P)
     starts = jnp.append(0, ends[:-1])
     visits = jnp.where(ends > starts, (ends - 1) // rows - starts // rows + 1, int(empty))
-    done = jnp.cumsum(visits)
-    step_G = jnp.arange(tiles + len(ends) - 1, dtype=jnp.int32)
-    real_G = jnp.minimum(step_G, done[-1] - 1)
-    # The group of a step is the number of groups done by then: one scatter of E ones, one running sum over G.
-    begun_G = jnp.zeros_like(step_G).at[done[:-1]].add(1, mode="drop")
-    group_G = jnp.cumsum(begun_G)[real_G]
-    tile_G = jnp.minimum(starts // rows, tiles - 1)[group_G] + real_G - (done - visits)[group_G]
-    works_G = (step_G == real_G) & (group_G < len(sizes_E))
+    group_G, nth_G, real_G = _steps(visits, tiles + len(ends) - 1)
+    tile_G = jnp.minimum(starts // rows, tiles - 1)[group_G] + nth_G
+    works_G = real_G & (group_G < len(sizes_E))
     low_G = jnp.where(works_G, jnp.maximum(starts[group_G] - tile_G * rows, 0), 0)
     high_G = jnp.where(works_G, jnp.minimum(ends[group_G] - tile_G * rows, rows), 0)
     group_G = jnp.minimum(group_G, len(sizes_E) - 1)
     return tuple(x.astype(jnp.int32) for x in (group_G, tile_G, low_G, high_G))
+
+
+def runs(sizes_E: jax.Array, P: int, rows: int, unit: int) -> tuple[jax.Array, ...]:
+    """group_G, first_G, count_G, and how many of the G steps are real: [1]. Of each group, its rows in even parts.
+
+    Step g has rows first to first + count - 1, all of its group; rows past the sum of the sizes are group E. A group
+    takes as few steps of at most `rows` as it can, each a multiple of `unit` (which divides `rows`) but its last.
+    G is static. For kernels that may start a tile at any row: only a group's last unit is filled up.
+    """
+    ends = jnp.append(jnp.minimum(jnp.cumsum(sizes_E.astype(jnp.int32)), P), P)
+    starts = jnp.append(0, ends[:-1])
+    units, visits = pl.cdiv(ends - starts, unit), pl.cdiv(ends - starts, rows)
+    group_G, nth_G, real_G = _steps(visits, pl.cdiv(P, rows) + len(sizes_E))
+    even, more = units // jnp.maximum(visits, 1), units % jnp.maximum(visits, 1)
+
+    def row(nth_G: jax.Array) -> jax.Array:
+        start_G = starts[group_G] + unit * (nth_G * even[group_G] + jnp.minimum(nth_G, more[group_G]))
+        return jnp.minimum(start_G, ends[group_G])
+
+    first_G = row(nth_G)
+    count_G = jnp.where(real_G, row(nth_G + 1) - first_G, 0)
+    return tuple(x.astype(jnp.int32) for x in (group_G, first_G, count_G, jnp.sum(visits, keepdims=True)))
 
 
 def first_row(low: jax.Array, unit: int) -> jax.Array:

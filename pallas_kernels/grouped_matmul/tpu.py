@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.grouped_matmul.gating import gated_slopes
 from pallas_kernels.grouped_matmul.schedule import computed_rows, first_row, schedule
 from pallas_kernels.grouped_matmul.tiles import TILES, Tiles, cut
 
@@ -266,13 +267,6 @@ def gated(
         tiles=tiles,
         exponentials=x_PD.shape[0] * gate_EDF.shape[2],
     )
-
-
-def gated_slopes(rows: Sequence[jax.Array]) -> list[jax.Array]:
-    """From dhidden, a and b: the gradients in a and in b."""
-    d, a, b = (x.astype(jnp.float32) for x in rows)
-    s = jax.nn.sigmoid(a)
-    return [(d * b * s * (1 + a * (1 - s))).astype(rows[0].dtype), (d * a * s).astype(rows[0].dtype)]
 
 
 def gated_gradients(

@@ -55,7 +55,7 @@ def pieces(counts_G: np.ndarray, rows: int, unit: int, piece: int, *, split: boo
 def kernels(shape: Shape, platform: str, tiles: Tiles | None = None) -> dict[str, Work]:
     """The work of our kernels on a named shape in bfloat16, by kernel, with rows shared out evenly by chance.
 
-    {} where the platform has no kernels of ours.
+    {} on a GPU, whose kernels cut their arrays otherwise.
     """
     if platform != "tpu":
         return {}

@@ -8,6 +8,12 @@ def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax
     return jax.lax.ragged_dot(x_PD, w_EDF, sizes_E)
 
 
+def gated(x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, ...]:
+    """silu(a) b, a = x gate and b = x up, all [P, F]."""
+    a_PF, b_PF = (grouped_matmul(x_PD, w_EDF, sizes_E) for w_EDF in (gate_EDF, up_EDF))
+    return jax.nn.silu(a_PF) * b_PF, a_PF, b_PF
+
+
 def gated_grouped_matmul(x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """See `api.gated_grouped_matmul`."""
-    return jax.nn.silu(grouped_matmul(x_PD, gate_EDF, sizes_E)) * grouped_matmul(x_PD, up_EDF, sizes_E)
+    return gated(x_PD, gate_EDF, up_EDF, sizes_E)[0]

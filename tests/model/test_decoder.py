@@ -26,8 +26,8 @@ TINY = ModelConfig(
 )
 
 
-def decoder(moe="dense", **changes):
-    return Decoder(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0), moe=moe)
+def decoder(moe="dense", attention="auto", **changes):
+    return Decoder(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(0), attention=attention, moe=moe)
 
 
 forward = nnx.jit(lambda model, ids_BS, **kwargs: model(ids_BS, **kwargs))
@@ -44,17 +44,40 @@ def close(a, b, atol=2e-5):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("window_inclusive", [False, True])
-@pytest.mark.parametrize("sliding_window", [1, 4, 8])
-def test_blocks_of_the_window_change_nothing(sliding_window, window_inclusive):
-    S, window = 32, sliding_window + window_inclusive
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, S, heads, 16)) for i, heads in enumerate((4, 2, 2)))
-    segments = jnp.asarray([[1] * 13 + [2] * 19, [1] * 7 + [2] * 20 + [0] * 5])
-    full, sliding = attention.row_masks(S, segments, window)
-    assert sliding.ndim == 4
-    back = np.arange(S)[:, None] - np.arange(S)
-    plain = full & (back < window)
-    close(attention.attend_rows(q, k, v, sliding), attention.attend_rows(q, k, v, plain), 1e-6)
+def test_spans_are_causal_in_a_document_and_a_window():
+    segments = np.asarray([[1] * 13 + [2] * 19, [1] * 7 + [2] * 20 + [0] * 5])
+    full, sliding = attention.row_spans(jnp.asarray(segments), jnp.asarray(segments), window=4)
+    back = np.arange(32)[:, None] - np.arange(32)
+    same = (segments[:, :, None] == segments[:, None]) & (back >= 0)
+    for (start, end), expected in ((full, same), (sliding, same & (back < 4))):
+        assert start.shape == end.shape == (2, 32)
+        seen = (np.arange(32) >= start[..., None]) & (np.arange(32) < end[..., None])
+        assert np.array_equal(seen, expected)
+
+
+def test_the_switches_choose_a_backend_and_refuse_what_it_cannot_do():
+    found = [forward(decoder(attention=kind), ids(2, 16)) for kind in ("auto", "xla", "reference")]
+    close(found[0], found[1], 0)
+    close(found[0], found[2])
+    with pytest.raises(ValueError, match="the tpu backend takes heads whose width divides by 128, not"):
+        forward(decoder(attention="tpu"), ids(2, 16))
+    with pytest.raises(ValueError, match="Decoder: attention 'flash' is not known; choose one of auto, gpu, reference"):
+        decoder(attention="flash")
+    with pytest.raises(Exception, match="interpret mode"):  # a TPU's kernel, on a CPU
+        forward(decoder(moe="tpu"), ids(2, 16))
+
+
+@pytest.mark.parametrize("platform, calls", [("tpu", 15), ("cpu", 0)])
+def test_by_default_kernels_are_used_where_they_run(platform, calls):
+    """Forward and backward of a layer's attention: three kernels."""
+    config = dataclasses.replace(TINY, head_dim=128)
+    graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), moe="dense"))
+
+    def loss(params, ids_BS):
+        return nnx.merge(graph, params).hidden(ids_BS).sum()
+
+    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(params, ids(2, 16))
+    assert exported.mlir_module().count("tpu_custom_call") == calls
 
 
 def test_packed_segments_are_separate_sequences():

@@ -1,8 +1,9 @@
-"""jax's interpreter of Mosaic GPU kernels, extended by what attention needs: an operand in registers, late `wgmma`.
+"""jax's interpreter of Mosaic GPU kernels, extended by what ours need: an operand in registers, late `wgmma`.
 
 jax 0.10.2 interprets barriers, TMA copies and `wgmma` of two operands in shared memory. Added here: an operand in
-registers, transposed views, `pl.run_state` of accumulators, `plgpu.load`, and copies past the end of an array. Every
-`wgmma` is carried out as late as its waits allow, so that a buffer released too early is read after it was overwritten.
+registers, transposed views (multiplied, or stored to), parts of an accumulator, `pl.run_state` of accumulators,
+`plgpu.load`, and copies past the end of an array. Every `wgmma` is carried out as late as its waits allow, so that a
+buffer released too early is read after it was overwritten.
 Private modules of jax: `interpreted` raises ImportError where they have moved.
 """
 
@@ -19,7 +20,10 @@ import numpy as np
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False):
-    """Pallas Mosaic GPU kernels traced inside run on the CPU; yields a function that tells whether races were found."""
+    """Pallas Mosaic GPU kernels traced inside run on the CPU; yields a function that tells whether races were found.
+
+    Its `multiplied` lists the products of numbers in each wgmma.
+    """
     from jax._src import callback
     from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map, utils
     from jax._src.pallas.mosaic_gpu import core, primitives
@@ -112,6 +116,7 @@ def interpreted(*, detect_races: bool = False):
             return token, env.read_many(jaxpr.outvars)
 
     pending = collections.defaultdict(collections.deque)
+    multiplied = []
 
     def _where(device, thread):
         return int(device), int(thread)
@@ -126,15 +131,18 @@ def interpreted(*, detect_races: bool = False):
         return np.asarray(value, np.float32)
 
     def _issue(device, point, thread, token, acc, a, b, *leaves, tree, in_registers):
-        _, a_transforms, b_transforms = jax.tree.unflatten(tree, leaves)
+        acc_transforms, a_transforms, b_transforms = jax.tree.unflatten(tree, leaves)
+        acc_transforms = tuple(acc_transforms or ())
 
         def product():
             left = np.asarray(a, np.float32)
             if not in_registers:
                 left = _operand(token, device, point, thread, a, a_transforms)
             right = _operand(token, device, point, thread, b, b_transforms)
-            _, before = gpu_callbacks._get(token, device, point, thread, acc, ())
-            gpu_callbacks._swap(token, device, point, thread, acc, (), jnp.asarray(before + left @ right), None)
+            _, before = gpu_callbacks._get(token, device, point, thread, acc, acc_transforms)
+            after = jnp.asarray(before + left @ right)
+            multiplied.append(left.size * right.shape[1])
+            gpu_callbacks._swap(token, device, point, thread, acc, acc_transforms, after, None)
 
         pending[_where(device, thread)].append(product)
         return token
@@ -152,6 +160,21 @@ def interpreted(*, detect_races: bool = False):
     def _write(device, point, thread, token, key, value):
         gpu_callbacks._swap(token, device, point, thread, key, (), value, None)
         return token
+
+    swap = gpu_callbacks._swap
+
+    def _swap_view(
+        token, device_id, grid_point_coords, thread_id, allocation_key_as_array, transforms, val, mask, **how
+    ):
+        """A store, through a transposed view too."""
+        transforms = gpu_callbacks._remove_noop_transforms(transforms)
+        turned = bool(transforms) and isinstance(transforms[-1], state_types.TransposeTransform)
+        if turned:
+            assert mask is None and transforms[-1].permutation == (1, 0)
+            transforms, val = transforms[:-1], np.transpose(val)
+        where = token, device_id, grid_point_coords, thread_id, allocation_key_as_array
+        token, old = swap(*where, transforms, val, mask, **how)
+        return token, old.T if turned else old
 
     def _copy_out(*, token, device_id, grid_point_coords, thread_id, source_info, **copy):
         """A copy to global memory, of which only what lies inside the destination is written."""
@@ -191,6 +214,7 @@ def interpreted(*, detect_races: bool = False):
         (jaxpr_interpret, "JaxprInterpreter", Interpreter),
         (thread_map, "_run_jaxpr", _run),
         (gpu_callbacks, "copy_smem_to_gmem", _copy_out),
+        (gpu_callbacks, "_swap", _swap_view),
     ]
     options = params.InterpretGPUParams(
         detect_races=detect_races, out_of_bounds_reads="uninitialized", uninitialized_memory="zero"
@@ -201,5 +225,10 @@ def interpreted(*, detect_races: bool = False):
         gpu_callbacks.reset_gpu_interpret_mode_state()
         stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
         stack.enter_context(params.force_gpu_interpret_mode(options))
-        yield lambda: any(races.races_found for races in found)
+
+        def verdict() -> bool:
+            return any(races.races_found for races in found)
+
+        verdict.multiplied = multiplied
+        yield verdict
     assert not any(pending.values()), "a wgmma was never awaited"
