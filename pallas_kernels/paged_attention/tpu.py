@@ -23,6 +23,11 @@ BLOCK = 512
 MOST_QUERIES = 1024
 
 
+def _slot(step):
+    """Which of the two buffers holds a block, by its place in the chain."""
+    return jax.lax.rem(step, 2)
+
+
 def _kernel(
     rows_ref, table_ref, next_table_ref, q_ref, start_ref, end_ref, k_hbm, v_hbm, out_ref, k_buf, v_buf, arrived,
     m_ref, l_ref, acc_ref, *, scale: float,
@@ -79,11 +84,11 @@ def _kernel(
         acc_ref[g] = widen(fade_ML, K) * acc_ref[g] + dot(p_MT.astype(v_TK.dtype), v_TK, ROWS_BY_COLUMNS)
 
     def block(j, _):
-        slot = jax.lax.rem(step + j - first, 2)
+        slot, other = _slot(step + j - first), _slot(step + j - first + 1)
         last = j + 1 == end
-        pl.when(jnp.logical_not(last))(lambda: fetch(b, table_ref, j + 1, 1 - slot))
+        pl.when(jnp.logical_not(last))(lambda: fetch(b, table_ref, j + 1, other))
         row = jnp.minimum(following, B - 1)
-        pl.when(last & (following < B))(lambda: fetch(row, next_table_ref, of(row, rows.FIRST), 1 - slot))
+        pl.when(last & (following < B))(lambda: fetch(row, next_table_ref, of(row, rows.FIRST), other))
         each_page(b, table_ref, j, slot, lambda copy: copy.wait())
         whole = (of(b, rows.WHOLE_FIRST) <= j) & (j < of(b, rows.WHOLE_END))
         for case, masked in ((whole, False), (jnp.logical_not(whole), True)):

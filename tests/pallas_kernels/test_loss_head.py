@@ -200,13 +200,14 @@ def test_a_sum_that_two_cores_share_is_seen(mode, capfd, monkeypatch):
 
 def _races(mode: str, capfd) -> bool:
     # Three tiles by two: two cores cannot share them without parting the steps of a sum, unless told where sums are.
-    x, w, target, (dlogp, dlse) = arrays(384, 512)
+    x, w, target, (dlogp, dlse) = arrays(384, 256)
+    tiles = Tiles(n=128, v=128, compute=128)
     how = pltpu.InterpretParams(
         dma_execution_mode=mode, detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2
     )
     try:
         jax.block_until_ready(
-            run(*map(jnp.asarray, (x, w, target)), dlogp, dlse, 1.0, "tpu", tiles=SMALL, interpret=how)
+            run(*map(jnp.asarray, (x, w, target)), dlogp, dlse, 1.0, "tpu", tiles=tiles, interpret=how)
         )
     finally:
         pltpu.reset_tpu_interpret_mode_state()
