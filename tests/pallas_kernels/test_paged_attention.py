@@ -18,15 +18,16 @@ TPUS = [name for name, chip in aot.CHIPS.items() if chip.platform == "tpu"]
 NOWHERE = 10**6  # a page beyond every pool: interpret mode refuses to read it
 
 
-def case(lengths, S=1, P=16, W=40, window=None, H=4, G=2, K=128, seed=0, dtype=np.float32):
+def case(lengths, S=1, P=16, W=40, window=None, early=False, H=4, G=2, K=128, seed=0, dtype=np.float32):
     """The last S tokens of rows of these lengths ask; pools have NaN wherever no query may look.
 
-    Tables begin, as the sampler's do, at the first page that a sliding row needs. Length 0: an unused row.
+    Tables begin, as the sampler's do, at the first page that a sliding row needs, or `early`, as they do some steps
+    later, with the row. Length 0: an unused row.
     """
     rng = np.random.default_rng(seed)
     B = len(lengths)
     position_BS = np.stack([np.arange(n - S, n) for n in lengths])  # negative: padding
-    first_B = [0 if window is None else max(0, max(n - S, 0) - window + 1) // P for n in lengths]
+    first_B = [0 if window is None or early else max(0, max(n - S, 0) - window + 1) // P for n in lengths]
     X = B * W + 3
     k, v = (np.full((G, X, P, K), np.nan, np.float32) for _ in range(2))
     table = np.full((B, W), NOWHERE, np.int32)
@@ -86,6 +87,11 @@ CASES = {
     "a window shorter than a page": {"lengths": [5, 100, 257, 7, 6, 8, 1, 601], "window": 7},
     "a window of several blocks": {"lengths": [10, 290, 600, 431, 300, 301, 999, 2000], "window": 300},
     "a window of whole pages": {"lengths": [160, 161, 175, 176, 159, 177, 320, 16], "window": 160},
+    "tables that begin before the window": {
+        "lengths": [290, 600, 431, 10, 0, 640, 129, 77],
+        "window": 70,
+        "early": True,
+    },
     "one row": {"lengths": [333]},
     "several queries, an odd number of rows": {"lengths": [3, 64, 200], "S": 3},
     "several queries, window": {"lengths": [40, 200, 333], "S": 3, "window": 130},
