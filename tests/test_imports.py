@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "weights": {"model", "parallel"},
     "chat": set(),
     "data": set(),
-    "train": {"model", "parallel", "weights", "data"},
+    "train": {"model", "pallas_kernels", "parallel", "weights", "data"},
     "envs": set(),
     "sampler": {"chat", "model", "parallel", "weights"},
     "agents": {"chat", "envs", "sampler"},

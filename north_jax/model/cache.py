@@ -9,8 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from north_jax.model import attention
 from north_jax.model.config import ModelConfig
+from pallas_kernels.paged_attention import paged_attention
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ def own_pages(rows: int, length: int, page_size: int) -> Tables:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Where the tokens of a step go in a kind of layers, what its queries read there, and which of that they see.
+    """Where the tokens of a step go in a kind of layers, and which tokens its queries see, counted along the table.
 
     Tokens at a negative position have a page beyond every pool: they are dropped.
     """
@@ -76,7 +76,8 @@ class View:
     table_BW: jax.Array
     page_BS: jax.Array
     offset_BS: jax.Array
-    mask_BST: jax.Array
+    start_BS: jax.Array
+    end_BS: jax.Array
 
 
 def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) -> tuple[View, View]:
@@ -87,27 +88,37 @@ def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) 
         index_BS = positions_BS // page_size - first_B[:, None]
         page_BS = jnp.take_along_axis(table_BW, jnp.clip(index_BS, 0, W - 1), axis=1)
         held_BS = (positions_BS >= 0) & (index_BS >= 0) & (index_BS < W)
-        back_BST = (positions_BS - first_B[:, None] * page_size)[:, :, None] - jnp.arange(W * page_size)
-        mask_BST = back_BST >= 0 if reach is None else (back_BST >= 0) & (back_BST < reach)
+        end_BS = positions_BS - first_B[:, None] * page_size + 1
+        start_BS = jnp.zeros_like(end_BS) if reach is None else end_BS - reach
         nowhere = jnp.iinfo(jnp.int32).max
-        return View(table_BW, jnp.where(held_BS, page_BS, nowhere), positions_BS % page_size, mask_BST)
+        return View(table_BW, jnp.where(held_BS, page_BS, nowhere), positions_BS % page_size, start_BS, end_BS)
 
     full = view(tables.full_BW, jnp.zeros_like(tables.first_B), None)
     return full, view(tables.sliding_BW, tables.first_B, window)
 
 
-def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View) -> jax.Array:
-    """The pages of one layer with the new keys, or values, in their places; in place under donation."""
+def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View, backend: str) -> jax.Array:
+    """The pages of one layer with the new keys, or values, in their places; in place under donation.
+
+    `backend` is that of `attend`, whose kernel wants the pages to lie as they are named.
+    """
     new_GBSK = new_BSGK.transpose(2, 0, 1, 3).astype(pages_GXPK.dtype)
-    return pages_GXPK.at[:, view.page_BS, view.offset_BS].set(new_GBSK, mode="drop")
+
+    def heads_together(pages_GXPK, new_GBSK, page_BS, offset_BS):
+        return pages_GXPK.at[:, page_BS, offset_BS].set(new_GBSK, mode="drop")
+
+    def head_by_head(pages_GXPK, new_GBSK, page_BS, offset_BS):
+        # Else XLA:TPU lays the heads of a token side by side, and copies all pages to and fro around the kernel.
+        head_G11 = jnp.arange(pages_GXPK.shape[0])[:, None, None]
+        return pages_GXPK.at[head_G11, page_BS, offset_BS].set(new_GBSK, mode="drop")
+
+    arguments = (pages_GXPK, new_GBSK, view.page_BS, view.offset_BS)
+    if backend == "reference":
+        return heads_together(*arguments)
+    return jax.lax.platform_dependent(*arguments, tpu=head_by_head, default=heads_together)
 
 
-def attend(q_BSHK: jax.Array, k_GXPK: jax.Array, v_GXPK: jax.Array, view: View) -> jax.Array:
-    """Attention of every row over what it sees of its pages -> [B, S, H, K]."""
-
-    def gather(pages_GXPK: jax.Array) -> jax.Array:
-        G, _, P, K = pages_GXPK.shape
-        B, W = view.table_BW.shape
-        return pages_GXPK[:, view.table_BW].reshape(G, B, W * P, K).astype(q_BSHK.dtype)
-
-    return attention.attend(q_BSHK, gather(k_GXPK), gather(v_GXPK), view.mask_BST)
+def attend(q_BSHK: jax.Array, k_GXPK: jax.Array, v_GXPK: jax.Array, view: View, backend: str) -> jax.Array:
+    """Attention of every row over what it sees of its pages -> [B, S, H, K]; `backend` of `paged_attention`."""
+    spans = view.start_BS, view.end_BS
+    return paged_attention(q_BSHK, k_GXPK, v_GXPK, view.table_BW, *spans, backend=backend)

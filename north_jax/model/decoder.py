@@ -202,21 +202,23 @@ class Decoder(nnx.Module):
         cache: Cache,
         tables: Tables,
         trace: Trace = None,
+        backend: str = "reference",
     ) -> tuple[jax.Array, Cache]:
         """Feeds S more tokens to each of B rows: (final hidden states x_BSD, the cache with their keys and values).
 
         The token at position p is written where `tables` say and sees its row's tokens up to p (in sliding layers the
         last `window` of them): these must have been fed before, and the tables must hold them and p. A token at a
-        negative position is padding: nothing is written and its output means nothing. `trace` as in `hidden`.
+        negative position is padding: nothing is written and its output means nothing. `trace` as in `hidden`;
+        `backend` as in `pallas_kernels.paged_attention`, of which only "reference" runs on more than one device.
         """
         full, sliding = kv.views(tables, positions_BS, cache.page_size, self.config.window)
         new_k, new_v = [], []
 
         def attend(layer: Attention, q, k, v):
             i, view = len(new_k), sliding if layer.sliding else full
-            new_k.append(kv.write(cache.k[i], k, view))
-            new_v.append(kv.write(cache.v[i], v, view))
-            return kv.attend(q, new_k[i], new_v[i], view)
+            new_k.append(kv.write(cache.k[i], k, view, backend))
+            new_v.append(kv.write(cache.v[i], v, view, backend))
+            return kv.attend(q, new_k[i], new_v[i], view, backend)
 
         x_BSD = self._blocks(ids_BS, positions_BS, attend, trace)
         return x_BSD, Cache(k=tuple(new_k), v=tuple(new_v))

@@ -38,14 +38,14 @@ def _experts(model: Decoder, trace: dict[str, jax.Array]) -> jax.Array:
     return jnp.stack([jnp.zeros_like(some) if layer is None else layer for layer in layers], 2).astype(jnp.int16)
 
 
-def _prefill(graph, experts: bool, params, cache: Cache, ids_BS, positions_BS, tables: Tables):
+def _prefill(graph, experts: bool, backend: str, params, cache: Cache, ids_BS, positions_BS, tables: Tables):
     """(the cache with the next S tokens of every row, their experts or None)."""
     model, trace = nnx.merge(graph, params), {} if experts else None
-    _, cache = model.step(ids_BS, positions_BS, cache, tables, trace)
+    _, cache = model.step(ids_BS, positions_BS, cache, tables, trace, backend)
     return cache, _experts(model, trace) if experts else None
 
 
-def _decode(graph, experts: bool, params, cache: Cache, rows: dict[str, jax.Array], tables: Tables, steps):
+def _decode(graph, experts: bool, backend: str, params, cache: Cache, rows: Rows, tables: Tables, steps):
     """Up to `steps` tokens for every row; see `Programs.decode`."""
     model = nnx.merge(graph, params)
     B = rows["token_B"].shape[0]
@@ -57,7 +57,7 @@ def _decode(graph, experts: bool, params, cache: Cache, rows: dict[str, jax.Arra
     def one(carry):
         step, token_B, position_B, cache, ids_SB, logprobs_SB, experts_SBLC = carry
         active_B, trace = position_B >= 0, {} if experts else None
-        x_BSD, cache = model.step(token_B[:, None], position_B[:, None], cache, tables, trace)
+        x_BSD, cache = model.step(token_B[:, None], position_B[:, None], cache, tables, trace, backend)
         if experts:
             experts_SBLC = experts_SBLC.at[step].set(_experts(model, trace)[:, 0])
         drawn_B, logprob_B = sample(
@@ -146,12 +146,14 @@ class Programs:
 
         jobs["clear",] = (_clear, ())
         cache_shardings = jax.tree.map(lambda x: x.sharding, cache)
+        # On a TPU the kernel attends, which the compiler cannot split over a mesh.
+        backend = "auto" if len(cache.k[0].sharding.device_set) == 1 else "reference"
 
         def build(key: tuple) -> Callable:
             function, arguments = jobs[key]
             if function is _clear:
                 return jax.jit(_clear, donate_argnums=0, out_shardings=cache_shardings).lower(cache).compile()
-            bound = functools.partial(function, graph, experts)
+            bound = functools.partial(function, graph, experts, backend)
             # The cache goes round and round: it must come back laid out as it went in.
             rest = (None,) if function is _prefill else (None, None, None)
             jitted = jax.jit(bound, donate_argnums=1, out_shardings=(cache_shardings, *rest))
