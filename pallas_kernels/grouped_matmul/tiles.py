@@ -28,15 +28,12 @@ class Tiles:
 
 # In bfloat16 North's whole matrices fit, so rows and matrices are read once. In float32 a part of them does.
 # These are for a chip that is not named; `tuned` has those of each.
-# A product of rows by rows takes nearly as long for 16 as for `depth` (all of the sum is read and written), so the rest
-# of a visit is one product, of the units it has and no more: a program for every such number, and `depth` no larger
-# than a matrix unit of a v6e or TPU7x has rows.
+# A product of rows by rows takes nearly as many bundles for 16 rows as for the 256 of a v6e's or TPU7x's matrix unit.
+# So the rest of a visit is one product, of the units it has and no more: a program for every such number.
 TILES = {
     jnp.dtype(jnp.bfloat16): Tiles(rows=512, columns=2048, piece=128, depth=256),
     jnp.dtype(jnp.float32): Tiles(rows=256, columns=512, piece=128, depth=128),
 }
-
-
 TUNED = pathlib.Path(__file__).parent / "tuned"
 
 

@@ -8,8 +8,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import aot, programs, schedule
+from pallas_kernels.attention import gpu
 from pallas_kernels.attention import work as attention_work
 
 TUNED = pathlib.Path(programs.__file__).parent
@@ -73,14 +75,21 @@ def test_vmem_ends_where_its_last_allocation_does(tmp_path):
 
 
 def test_shared_memory_is_that_of_the_scratch_arrays():
-    from pallas_kernels.attention import gpu
-
     q, span = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 256), jnp.int32)
     # Two warpgroups' queries; two stages of keys and of values; spans, places and the log-sum-exp.
     arrays = (2 * 64 * 128 + 2 * 2 * 128 * 128) * 2 + (2 * 2 * 64 + 2 * 128 + 2 * 64) * 4
-    assert schedule.shared_memory(functools.partial(gpu.forward, scale=1.0), q, q, q, span, span) == {
-        "attention_forward": arrays
-    }
+    found = schedule.shared_memory(functools.partial(gpu.forward, scale=1.0), q, q, q, span, span)
+    assert found == {"attention_forward": arrays}
+
+
+def test_registers_are_no_shared_memory():
+    kernel = plgpu.kernel(
+        lambda *refs: None,
+        out_type=jax.ShapeDtypeStruct((8,), jnp.float32),
+        scratch_types=(plgpu.SMEM((16,), jnp.float32), plgpu.ACC((64, 8), jnp.float32), plgpu.Barrier()),
+        kernel_name="empty",
+    )
+    assert schedule.shared_memory(kernel) == {"empty": 64}
 
 
 @pytest.mark.parametrize("op", programs.PROGRAMS)
