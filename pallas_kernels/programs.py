@@ -47,27 +47,39 @@ def attention_program(shape, platform: str, tiles=None) -> Program:
     return program, (q, kv, kv, q, _described(1, shape.S, dtype=jnp.int32))
 
 
-def shipped_attention_program(shape, platform: str, tiles=None) -> Program | None:
-    """The same by jax's splash attention, in its layout and blocks of 1024; None where it has none for the platform."""
-    if platform != "tpu":
-        return None
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+def splash(shape) -> Callable:
+    """(q_GRSK, k_GSK, v_GSK, segment_ids_S) -> out_GRSK by jax's splash attention, in blocks of 1024; it scales not."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    S, R = shape.S, shape.H // shape.G
+    S = shape.S
     # Its windows count the tokens before the query.
     one = masks.CausalMask((S, S)) if shape.window is None else masks.LocalMask((S, S), (shape.window - 1, 0), 0)
     blocks = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 1024)
-    sizes = splash.BlockSizes(**blocks, block_kv_compute=512, block_kv_dkv_compute=512)
-    q, kv = _described(shape.G, R, S, shape.K), _described(shape.G, S, shape.K)
+    sizes = kernels.BlockSizes(**blocks, block_kv_compute=512, block_kv_dkv_compute=512)
+
+    def attention(q_GRSK, k_GSK, v_GSK, segment_ids_S):
+        mask = masks.MultiHeadMask([one] * (shape.H // shape.G))
+        kernel = kernels.make_splash_mqa_single_device(mask, block_sizes=sizes)
+        ids = kernels.SegmentIds(segment_ids_S, segment_ids_S)
+        return jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(q_GRSK, k_GSK, v_GSK)
+
+    return attention
+
+
+def shipped_attention_program(shape, platform: str, tiles=None) -> Program | None:
+    """The same by `splash`, in its layout; None where it has none for the platform."""
+    if platform != "tpu":
+        return None
+    shipped = splash(shape)
+    q = _described(shape.G, shape.H // shape.G, shape.S, shape.K)
+    kv = _described(shape.G, shape.S, shape.K)
 
     def program(q, k, v, dout, segment_ids):
-        kernel = splash.make_splash_mqa_single_device(masks.MultiHeadMask([one] * R), block_sizes=sizes)
-        ids = splash.SegmentIds(segment_ids, segment_ids)
-        out, pull = jax.vjp(lambda *x: jax.vmap(lambda q, k, v: kernel(q, k, v, ids))(*x), q, k, v)
+        out, pull = jax.vjp(lambda *x: shipped(*x, segment_ids), q, k, v)
         return out, pull(dout)
 
-    return program, (q, kv, kv, q, _described(S, dtype=jnp.int32))
+    return program, (q, kv, kv, q, _described(shape.S, dtype=jnp.int32))
 
 
 def grouped_matmul_program(shape, platform: str, tiles=None) -> Program:

@@ -27,13 +27,13 @@ from pallas_kernels import attention
 from pallas_kernels.attention import work
 from pallas_kernels.attention.shapes import NORTH, Shape
 from pallas_kernels.dispatch import combine, gather, sort_by_expert
+from pallas_kernels.programs import splash
 
 BF16 = jnp.bfloat16
 SAMPLES, SAMPLE_S = 7, 0.02
 ATTENTION = ("full_8k_packed", "window_32k", "full_32k", "window_128k", "full_128k", "window_8k_packed")
 TOKENS = (8192, 65536)
 WIDTH, EXPERT, EXPERTS, CHOSEN = 2048, 768, 128, 8  # North Mini Code's experts
-CHECK = Shape(2048, 32, 4, 128, window=1024, document=512)
 Contestant = Callable[..., jax.Array]
 
 
@@ -107,25 +107,16 @@ def attention_contestants(shape: Shape) -> dict[str, Contestant]:
 
         found["tokamax"] = functools.partial(dot_product, call=tokamax.dot_product_attention)
     if jax.default_backend() == "tpu":
-        found["splash"] = functools.partial(splash, shape=shape)
+        found["splash"] = functools.partial(by_splash, shape=shape)
     return found
 
 
-def splash(q, k, v, shape: Shape):
-    """Attention as jax ships it for TPUs, blocks of 1024 tokens."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    S, R = shape.S, shape.H // shape.G
-    # Its windows count the tokens before the query.
-    mask = masks.CausalMask((S, S)) if shape.window is None else masks.LocalMask((S, S), (shape.window - 1, 0), 0)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = kernels.BlockSizes(**dict.fromkeys(names, 1024), block_kv_compute=512, block_kv_dkv_compute=512)
-    kernel = kernels.make_splash_mqa_single_device(masks.MultiHeadMask([mask] * R), block_sizes=sizes)
-    ids = jnp.zeros(S, jnp.int32) if shape.document is None else jnp.arange(S, dtype=jnp.int32) // shape.document
-    q_GRSK = (q[0] * shape.K**-0.5).astype(q.dtype).reshape(S, shape.G, R, shape.K).transpose(1, 2, 0, 3)
-    k_GSK, v_GSK = (x[0].transpose(1, 0, 2) for x in (k, v))
-    out_GRSK = jax.vmap(lambda q, k, v: kernel(q, k, v, kernels.SegmentIds(ids, ids)))(q_GRSK, k_GSK, v_GSK)
+def by_splash(q, k, v, shape: Shape):
+    """Attention as jax ships it for TPUs."""
+    S = shape.S
+    ids_S = jnp.arange(S, dtype=jnp.int32) // (shape.document or S)
+    q_GRSK = (q[0] * shape.K**-0.5).reshape(S, shape.G, -1, shape.K).transpose(1, 2, 0, 3)
+    out_GRSK = splash(shape)(q_GRSK, *(x[0].transpose(1, 0, 2) for x in (k, v)), ids_S)
     return out_GRSK.transpose(2, 0, 1, 3).reshape(q.shape)
 
 
@@ -138,12 +129,8 @@ def attention_inputs(shape: Shape, seed: int) -> tuple:
 
 def attention_rows(name: str, shape: Shape) -> Iterator[Row]:
     """A row of figures per contestant."""
-    short = dataclasses.replace(
-        CHECK,
-        S=min(CHECK.S, shape.S),
-        window=shape.window and min(CHECK.window, shape.window),
-        document=shape.document and min(CHECK.document, shape.document),
-    )
+    window, document = shape.window and min(shape.window, 1024), shape.document and min(shape.document, 512)
+    short = dataclasses.replace(shape, S=min(shape.S, 2048), window=window, document=document)
     allowed = attention_contestants(short)
     inputs = [attention_inputs(shape, seed) for seed in range(2)]
     for who, function in attention_contestants(shape).items():
