@@ -5,6 +5,7 @@ Every case runs in float32 (tolerance 1e-5) and in float64 (1e-10).
 
 import json
 import os
+import types
 from pathlib import Path
 
 import jax
@@ -208,12 +209,11 @@ class GivenLogits:
 
     def __init__(self, logits_BSV):
         self.logits_BSV = logits_BSV
+        self.embedding_VD = jnp.eye(logits_BSV.shape[-1])
+        self.config = types.SimpleNamespace(logit_scale=1.0)
 
     def hidden(self, ids_BS, **_):
         return jnp.pad(self.logits_BSV, ((0, 0), (0, 1), (0, 0)))
-
-    def logits(self, x_BSD):
-        return x_BSD
 
 
 @pytest.mark.parametrize(("temperature", "expect"), logits_cases())
