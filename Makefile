@@ -4,8 +4,7 @@ export JAX_PLATFORMS ?= cpu
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # Tests that compile much, start no server and measure no time: two at once.
-SIDE_BY_SIDE = tests/chat tests/data tests/model tests/pallas_kernels tests/parallel \
-	tests/sampler/test_engine.py tests/sampler/test_engine_cache.py tests/train/test_train_loss.py
+SIDE_BY_SIDE = tests/chat tests/data tests/model tests/pallas_kernels tests/parallel
 
 .PHONY: demo test sglang lint
 
