@@ -12,6 +12,7 @@ from pallas_kernels.attention import work as attention_work
 from pallas_kernels.attention.shapes import NORTH as ATTENTION
 from pallas_kernels.attention.tpu_common import Tiles
 from pallas_kernels.grouped_matmul import gpu as grouped_gpu
+from pallas_kernels.grouped_matmul import rule as grouped_rule
 from pallas_kernels.grouped_matmul import tiles as grouped_tiles
 from pallas_kernels.grouped_matmul import tpu as grouped_tpu
 from pallas_kernels.grouped_matmul import work as grouped_work
@@ -84,17 +85,17 @@ def shipped_attention_program(shape, platform: str, tiles=None) -> Program | Non
 
 def grouped_matmul_program(shape, platform: str, tiles=None) -> Program:
     """Forward and backward of one grouped product; `tiles` of the TPU's."""
-    return _grouped(shape, platform, "grouped_matmul", tiles, 1)
+    return _grouped(shape, platform, grouped_rule.grouped_matmul, tiles, 1)
 
 
 def gated_grouped_matmul_program(shape, platform: str, tiles=None) -> Program:
     """The same of the gated pair."""
-    return _grouped(shape, platform, "gated_grouped_matmul", tiles, 2)
+    return _grouped(shape, platform, grouped_rule.gated_grouped_matmul, tiles, 2)
 
 
-def _grouped(shape, platform: str, name: str, tiles, matrices: int) -> Program:
-    function = getattr({"tpu": grouped_tpu, "cuda": grouped_gpu}[platform], name)
-    kernels = function if tiles is None else functools.partial(function, tiles=tiles)
+def _grouped(shape, platform: str, differentiable: Callable, tiles, matrices: int) -> Program:
+    backend = {"tpu": grouped_tpu, "cuda": grouped_gpu}[platform]
+    kernels = differentiable(backend, **({} if tiles is None else {"tiles": tiles}))
 
     def program(sizes, dout, *arrays):
         out, pull = jax.vjp(lambda *arrays: kernels(*arrays, sizes), *arrays)
@@ -113,13 +114,12 @@ TILES = {"attention": Tiles, "grouped_matmul": grouped_tiles.Tiles}
 
 
 def tiles(op: str, chip: str):
-    """The tiles that an operation has on a chip, those tuned for it where it has a table. None: it has none of ours."""
+    """The tiles that an operation has on a chip. None: it has none of ours."""
     if aot.CHIPS[chip].platform != "tpu":
         return None
     if op == "attention":
         return Tiles()
-    known = (grouped_tiles.TUNED / f"{chip}.json").exists()
-    return grouped_tiles.tuned(chip) if known else grouped_tiles.TILES[jnp.dtype(jnp.bfloat16)]
+    return grouped_tiles.tuned(chip)
 
 
 def candidates(op: str, chip: str) -> list:

@@ -3,29 +3,25 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import auto, gpu, reference, tpu, xla
-from pallas_kernels.grouped_matmul.tiles import tuned
+from pallas_kernels.grouped_matmul import auto, gpu, reference, rule, tpu, xla
+from pallas_kernels.grouped_matmul.tiles import CHIPS, tuned
 
-BACKENDS = {"xla": xla, "reference": reference, "tpu": tpu, "gpu": gpu, "auto": auto}
-
-
-# Those that have tiles, which `chip` chooses.
-TILED = ("tpu", "auto")
+BACKENDS = {"auto": auto, "gpu": gpu, "reference": reference, "tpu": tpu, "xla": xla, **dict.fromkeys(CHIPS, tpu)}
 
 
-def grouped_matmul(
-    x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "xla", chip: str | None = None
-) -> jax.Array:
+def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, backend: str = "auto") -> jax.Array:
     """out_PF[p] = x_PD[p] @ w_EDF[e], where the first sizes_E[0] rows belong to e = 0, the next sizes_E[1] to 1, …
 
     `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
-    "xla", "tpu" (our kernels; bfloat16 or float32), "gpu" (ours for Hopper; bfloat16), "auto" (ours where the program
-    is compiled for a TPU, or in bfloat16 for CUDA, else "xla") or "reference". `chip` names a TPU for its tiles: v5e,
-    v5p, v6e or tpu7x; without it, tiles that compile for all. Raises ValueError on an unknown backend or chip, on a
-    dtype that its kernels do not take, or on shapes that do not fit.
+    "xla", "tpu" (our kernels; bfloat16 or float32, in tiles that compile for all), the same in the tiles of a chip by
+    its name ("v5e", "v5p", "v6e", "tpu7x"), "gpu" (ours for Hopper; bfloat16), "auto" (ours where the program is
+    compiled for a TPU, or in bfloat16 for CUDA, else "xla") or "reference". Raises ValueError on an unknown backend, on
+    a dtype that its kernels do not take, or on shapes that do not fit.
     """
     _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
-    return BACKENDS[backend].grouped_matmul(x_PD, w_EDF, sizes_E, *_tiles(backend, chip, x_PD))
+    if backend == "reference":
+        return reference.grouped_matmul(x_PD, w_EDF, sizes_E)
+    return rule.grouped_matmul(BACKENDS[backend], **_tiles(backend, x_PD))(x_PD, w_EDF, sizes_E)
 
 
 def gated_grouped_matmul(
@@ -34,24 +30,23 @@ def gated_grouped_matmul(
     up_EDF: jax.Array,
     sizes_E: jax.Array,
     *,
-    backend: str = "xla",
-    chip: str | None = None,
+    backend: str = "auto",
 ) -> jax.Array:
     """silu(x gate) * (x up), both products as in `grouped_matmul`, differentiable in `x_PD` and both matrices.
 
-    "tpu" and "gpu" read x once for both and round once, at the end. `chip` and errors as in `grouped_matmul`.
+    "tpu" and "gpu" read x once for both and round once, at the end. Errors as in `grouped_matmul`.
     """
     _check("gated_grouped_matmul", backend, x_PD, gate_EDF, sizes_E)
     if gate_EDF.shape != up_EDF.shape:
         raise ValueError(f"gated_grouped_matmul: gates {gate_EDF.shape} and ups {up_EDF.shape} do not fit; pass equals")
-    return BACKENDS[backend].gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E, *_tiles(backend, chip, x_PD))
+    if backend == "reference":
+        return reference.gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E)
+    return rule.gated_grouped_matmul(BACKENDS[backend], **_tiles(backend, x_PD))(x_PD, gate_EDF, up_EDF, sizes_E)
 
 
-def _tiles(backend: str, chip: str | None, x: jax.Array) -> tuple:
-    if chip is None or backend not in TILED:
-        return ()
-    tiles = tuned(chip)
-    return (tiles if x.dtype == jnp.bfloat16 else None,)
+def _tiles(backend: str, x: jax.Array) -> dict:
+    # Only in bfloat16 were any ranked.
+    return {"tiles": tuned(backend)} if backend in CHIPS and x.dtype == jnp.bfloat16 else {}
 
 
 def _check(name: str, backend: str, x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> None:

@@ -4,7 +4,6 @@ bfloat16 with sums in float32. The kernels are compiled for H100 and H200 withou
 either: nothing is known about their speed.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -89,39 +88,3 @@ def gated_gradients(
         transposed=True, outputs=1, tiles=tiles,
     )  # fmt: skip
     return dx_PD, *(tgmm(x_PD, slope_PF, sizes_E, tiles=tiles) for slope_PF in slopes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles = TILES) -> jax.Array:
-    """See `api.grouped_matmul`. Widths that are not multiples of 128 cost a copy.
-
-    Raises ValueError unless rows and matrices are all bfloat16.
-    """
-    return gmm(x_PD, w_EDF, sizes_E, tiles=tiles)
-
-
-grouped_matmul.defvjp(
-    lambda x_PD, w_EDF, sizes_E, tiles: (gmm(x_PD, w_EDF, sizes_E, tiles=tiles), (x_PD, w_EDF, sizes_E)),
-    lambda tiles, saved, d_PF: (*gradients(*saved, d_PF, tiles=tiles), None),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def gated_grouped_matmul(
-    x_PD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, sizes_E: jax.Array, tiles: Tiles = TILES
-) -> jax.Array:
-    """See `api.gated_grouped_matmul`; `tiles` and errors as in `grouped_matmul`.
-
-    Differentiated, it saves a = x gate and b = x up, as the TPU's does.
-    """
-    return gated(x_PD, gate_EDF, up_EDF, sizes_E, save=False, tiles=tiles)[0]
-
-
-def _gated_forward(x_PD, gate_EDF, up_EDF, sizes_E, tiles):
-    hidden_PF, a_PF, b_PF = gated(x_PD, gate_EDF, up_EDF, sizes_E, save=True, tiles=tiles)
-    return hidden_PF, (x_PD, gate_EDF, up_EDF, sizes_E, a_PF, b_PF)
-
-
-gated_grouped_matmul.defvjp(
-    _gated_forward, lambda tiles, saved, d_PF: (*gated_gradients(*saved, d_PF, tiles=tiles), None)
-)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from flax import nnx
 
 from north_jax.model import Decoder, ModelConfig, Tables, init_cache
@@ -58,10 +59,7 @@ def test_the_kernel_attends_where_it_can(platform, head_dim, calls):
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 def test_no_pool_is_copied(chip):
-    try:
-        aot.devices(chip)
-    except RuntimeError as error:
-        pytest.skip(str(error).splitlines()[0])
+    needs_compiler(chip)
     step, arguments = described(128)
     compiled = aot.compile_for(chip, step, *arguments)
     pool = 4 * PAGES * P * 128 * 2

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul import BACKENDS, gated_grouped_matmul, grouped_matmul, tpu
+from pallas_kernels.grouped_matmul import BACKENDS, gated_grouped_matmul, grouped_matmul, rule, tpu
 from pallas_kernels.grouped_matmul.shapes import NORTH, TINY, Shape
+from pallas_kernels.grouped_matmul.tiles import CHIPS
 
 # Hopper's take bfloat16 only: test_grouped_matmul_gpu.py.
-FLOAT32 = [name for name in BACKENDS if name != "gpu"]
+FLOAT32 = [name for name in BACKENDS if name not in ("gpu", *CHIPS)]  # a chip is "tpu" with tiles
 FUNCTIONS = {"plain": grouped_matmul, "gated": gated_grouped_matmul}
 # Two blocks of columns, three tiles, a last tile that is not full; and fewer rows than the kernels' smallest unit.
 SHAPES = {"blocks": Shape(P=76, D=32, F=256, E=5), "one_row": Shape(P=1, D=8, F=16, E=3), **TINY}
@@ -55,11 +56,11 @@ def inputs(name, shape, dtype=jnp.float32):
 @functools.cache
 def value_and_gradients(name, backend, tiles=None):
     def run(sizes, ct, *arrays):
-        if tiles is not None:
-            function = getattr(tpu, FUNCTIONS[name].__name__)
-            out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes, tiles), *arrays)
+        if tiles is None:
+            function = functools.partial(FUNCTIONS[name], backend=backend)
         else:
-            out, pull = jax.vjp(lambda *arrays: FUNCTIONS[name](*arrays, sizes, backend=backend), *arrays)
+            function = getattr(rule, FUNCTIONS[name].__name__)(tpu, tiles=tiles)
+        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes), *arrays)
         return out, *pull(ct)
 
     # Traced, so interpreted, inside the context; the same program then serves all sizes.

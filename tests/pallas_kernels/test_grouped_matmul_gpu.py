@@ -18,7 +18,7 @@ from jax import export
 from test_grouped_matmul import EXPECTED, FUNCTIONS, float64, inputs
 
 from pallas_kernels import schedule
-from pallas_kernels.grouped_matmul import gated_grouped_matmul, gpu, grouped_matmul
+from pallas_kernels.grouped_matmul import gated_grouped_matmul, gpu, grouped_matmul, rule
 from pallas_kernels.grouped_matmul.gpu_kernels import COLUMNS, WARPGROUPS, Tiles
 from pallas_kernels.grouped_matmul.schedule import runs
 from pallas_kernels.grouped_matmul.shapes import NORTH, Shape
@@ -104,8 +104,8 @@ def test_the_kernels_err_no_more_than_xla_in_the_interpreter(name):
 
     @jax.jit
     def run(sizes, ct, *arrays):
-        function = getattr(gpu, FUNCTIONS[name].__name__)
-        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes, SMALL_TILES), *arrays)
+        function = getattr(rule, FUNCTIONS[name].__name__)(gpu, tiles=SMALL_TILES)
+        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes), *arrays)
         return out, *pull(ct)
 
     try:

@@ -15,7 +15,7 @@ from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import gated_grouped_matmul, grouped_matmul, tpu
 from pallas_kernels.grouped_matmul.schedule import computed_rows, schedule, unit_rows
 from pallas_kernels.grouped_matmul.shapes import NORTH
-from pallas_kernels.grouped_matmul.tiles import TILES, TUNED, cut, tuned
+from pallas_kernels.grouped_matmul.tiles import CHIPS, TILES, cut, tuned
 
 TPUS = [chip.name for chip in aot.CHIPS.values() if chip.platform == "tpu"]
 
@@ -144,7 +144,8 @@ def test_auto_is_settled_by_the_platform_it_is_lowered_for():
 
 
 def experts(x_PD, gate_EDF, up_EDF, down_EFD, sizes_E):
-    return tpu.grouped_matmul(tpu.gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E), down_EFD, sizes_E)
+    hidden_PF = gated_grouped_matmul(x_PD, gate_EDF, up_EDF, sizes_E, backend="tpu")
+    return grouped_matmul(hidden_PF, down_EFD, sizes_E, backend="tpu")
 
 
 def experts_and_gradients(sizes_E, d_PD, *arrays):
@@ -178,7 +179,7 @@ def test_a_tile_too_large_does_not_compile(chip):
         aot.compile_for(chip, function, *specs)
 
 
-@pytest.mark.parametrize("chip", sorted(path.stem for path in TUNED.glob("*.json")))
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_core_of_a_chip_has_blocks_of_columns(chip):
     tiles = tuned(chip)
     for width in (NORTH["train_8k_up"].F, NORTH["train_8k_up"].D):
@@ -187,12 +188,9 @@ def test_every_core_of_a_chip_has_blocks_of_columns(chip):
 
 
 def test_tiles_are_those_of_the_chip_that_is_named():
-    specs = kernels(512, 256, 256, 4, jnp.bfloat16)["gmm"][1]
-    for backend in ("tpu", "auto"):
-        texts = {}
-        for chip in (None, "v5p"):
-            function = functools.partial(grouped_matmul, backend=backend, chip=chip)
-            texts[chip] = jax.export.export(jax.jit(function), platforms=["tpu"])(*specs).mlir_module()
-        assert tuned("v5p") != TILES[jnp.dtype(jnp.bfloat16)] and texts["v5p"] != texts[None]
-    with pytest.raises(ValueError, match=r"chip 'h100' has no tiles in tuned/; name one of .*v5p"):
-        grouped_matmul(jnp.ones((16, 8)), jnp.ones((2, 8, 8)), jnp.asarray([8, 8]), backend="tpu", chip="h100")
+    assert tuned("v5p") != TILES[jnp.dtype(jnp.bfloat16)]
+    for dtype, differ in ((jnp.bfloat16, True), (jnp.float32, False)):  # ranked in bfloat16 only
+        specs = kernels(512, 256, 256, 4, dtype)["gmm"][1]
+        jitted = (jax.jit(functools.partial(grouped_matmul, backend=backend)) for backend in ("tpu", "v5p"))
+        texts = [jax.export.export(function, platforms=["tpu"])(*specs).mlir_module() for function in jitted]
+        assert (texts[0] != texts[1]) == differ
