@@ -30,6 +30,16 @@ class Cache:
         """Tokens of a page."""
         return self.v[0].shape[2]
 
+    def views(self, tables: "Tables", positions_BS: jax.Array, window: int) -> tuple["View", "View"]:
+        """The views of (full, sliding) layers for queries at `positions_BS`."""
+        return views(tables, positions_BS, self.page_size, window)
+
+    def attend(self, i: int, q_BSHK, k_BSGK, v_BSGK, view: "View", backend: str) -> tuple[jax.Array, ...]:
+        """(heads_BSHK, k, v): attention in layer i, and its keys and values with the new tokens'."""
+        k_GXPK, v_GXPK = write(self.k[i], k_BSGK, view, backend), write(self.v[i], v_BSGK, view, backend)
+        spans = view.start_BS, view.end_BS
+        return paged_attention(q_BSHK, k_GXPK, v_GXPK, view.table_BW, *spans, backend=backend), k_GXPK, v_GXPK
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +110,7 @@ def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) 
 def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View, backend: str) -> jax.Array:
     """The pages of one layer with the new keys, or values, in their places; in place under donation.
 
-    `backend` is that of `attend`, whose kernel wants the pages to lie as they are named.
+    `backend` is that of `paged_attention`, whose kernel wants the pages to lie as they are named.
     """
     new_GBSK = new_BSGK.transpose(2, 0, 1, 3).astype(pages_GXPK.dtype)
 
@@ -118,7 +128,7 @@ def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View, backend: str) 
     return jax.lax.platform_dependent(*arguments, tpu=head_by_head, default=heads_together)
 
 
-def attend(q_BSHK: jax.Array, k_GXPK: jax.Array, v_GXPK: jax.Array, view: View, backend: str) -> jax.Array:
-    """Attention of every row over what it sees of its pages -> [B, S, H, K]; `backend` of `paged_attention`."""
-    spans = view.start_BS, view.end_BS
-    return paged_attention(q_BSHK, k_GXPK, v_GXPK, view.table_BW, *spans, backend=backend)
+def gather(pages_GXPK: jax.Array, table_BW: jax.Array) -> jax.Array:
+    """[G, B, W P, K]: every row's pages in one piece."""
+    G, *_, K = pages_GXPK.shape
+    return pages_GXPK[:, table_BW].reshape(G, len(table_BW), -1, K)

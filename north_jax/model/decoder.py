@@ -4,6 +4,7 @@ Every block reads one norm and adds both branches to one residual: x + attention
 Each parameter carries the logical name of each of its axes (`axes`); `north_jax/parallel` maps them to a mesh.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from north_jax.model import attention, moe, norm, rope
-from north_jax.model import cache as kv
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
+from north_jax.model.row_cache import RowCache
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
 
@@ -188,7 +189,8 @@ class Decoder(nnx.Module):
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Next-token logits over the vocabulary: logit_scale * x · embeddingᵀ, float32; any leading axes."""
-        logits = jnp.einsum("...D,VD->...V", x_BSD, self.embedding_VD[...], preferred_element_type=jnp.float32)
+        # The embedding first: of a few tokens, the other way round, XLA:CPU would transpose it every time.
+        logits = jnp.einsum("VD,...D->...V", self.embedding_VD[...], x_BSD, preferred_element_type=jnp.float32)
         return logits * self.config.logit_scale
 
     def __call__(self, ids_BS: jax.Array, **kwargs) -> jax.Array:
@@ -199,29 +201,30 @@ class Decoder(nnx.Module):
         self,
         ids_BS: jax.Array,
         positions_BS: jax.Array,
-        cache: Cache,
+        cache: Cache | RowCache,
         tables: Tables,
         trace: Trace = None,
         backend: str = "reference",
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Cache | RowCache]:
         """Feeds S more tokens to each of B rows: (final hidden states x_BSD, the cache with their keys and values).
 
         The token at position p is written where `tables` say and sees its row's tokens up to p (in sliding layers the
         last `window` of them): these must have been fed before, and the tables must hold them and p. A token at a
-        negative position is padding: nothing is written and its output means nothing. `trace` as in `hidden`;
-        `backend` as in `pallas_kernels.paged_attention`, of which only "reference" runs on more than one device.
+        negative position is padding: nothing is written and its output means nothing. A RowCache takes one token a
+        row. `trace` as in `hidden`; `backend` as in `pallas_kernels.paged_attention`, of which only "reference" runs
+        on more than one device.
         """
-        full, sliding = kv.views(tables, positions_BS, cache.page_size, self.config.window)
-        new_k, new_v = [], []
+        full, sliding = cache.views(tables, positions_BS, self.config.window)
+        written = []
 
         def attend(layer: Attention, q, k, v):
-            i, view = len(new_k), sliding if layer.sliding else full
-            new_k.append(kv.write(cache.k[i], k, view, backend))
-            new_v.append(kv.write(cache.v[i], v, view, backend))
-            return kv.attend(q, new_k[i], new_v[i], view, backend)
+            heads_BSHK, *both = cache.attend(len(written), q, k, v, sliding if layer.sliding else full, backend)
+            written.append(both)
+            return heads_BSHK
 
         x_BSD = self._blocks(ids_BS, positions_BS, attend, trace)
-        return x_BSD, Cache(k=tuple(new_k), v=tuple(new_v))
+        k, v = zip(*written, strict=True)
+        return x_BSD, dataclasses.replace(cache, k=k, v=v)
 
     def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace) -> jax.Array:
         def note(name: str, value: jax.Array):

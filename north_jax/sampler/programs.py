@@ -15,6 +15,7 @@ from flax import nnx
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.decoder import Decoder
+from north_jax.model.row_cache import RowCache, copy_back, copy_out
 from north_jax.sampler.sampling import MAX_STOP_IDS, sample, token_uniforms
 
 # (rows, new tokens of each) one prefill call may take: a lone observation, a wave of them, a wave of first prompts, and
@@ -24,6 +25,8 @@ LONG_CONTEXT, LONG_PREFILL = 4096, (2, 1024)
 # Decode steps between two looks at the queue, at most. More steps cost fewer host round trips but leave finished rows
 # idle: the engine takes half as many while requests wait for a row.
 DECODE_STEPS = 8
+# Keys and values that are copied out of their pages for the steps of a call, at most; beyond, every step gathers them.
+COPIED_BYTES = 2**28
 # Attending to fewer tokens than this is not worth a program of its own.
 MIN_LENGTH = 64
 
@@ -47,6 +50,27 @@ def _prefill(graph, experts: bool, backend: str, params, cache: Cache, ids_BS, p
 
 def _decode(graph, experts: bool, backend: str, params, cache: Cache, rows: Rows, tables: Tables, steps):
     """Up to `steps` tokens for every row; see `Programs.decode`."""
+    config: ModelConfig = nnx.merge(graph, params).config
+    sliding = tuple(config.is_sliding(i) for i in range(config.num_hidden_layers))
+
+    def from_pages(params, cache, rows, tables, steps):
+        return _draw(graph, experts, backend, params, cache, rows, tables, steps)
+
+    def from_copies(params, cache, rows, tables, steps):
+        copies = copy_out(cache, tables, sliding)
+        copies, ids_SB, *drawn = _draw(graph, experts, backend, params, copies, rows, tables, steps)
+        step_S1 = jnp.arange(DECODE_STEPS)[:, None]
+        positions_SB = jnp.where(ids_SB >= 0, rows["position_B"] + step_S1, -1)
+        return copy_back(cache, copies, tables, positions_SB.T, sliding, config.window), ids_SB, *drawn
+
+    copied = sum(tables.sliding_BW.size if slides else tables.full_BW.size for slides in sliding)
+    copied *= 2 * cache.k[0][:, 0].nbytes
+    # A TPU's kernel reads pages where they lie.
+    default = from_copies if copied <= COPIED_BYTES else from_pages
+    return jax.lax.platform_dependent(params, cache, rows, tables, steps, tpu=from_pages, default=default)
+
+
+def _draw(graph, experts: bool, backend: str, params, cache: Cache | RowCache, rows: Rows, tables: Tables, steps):
     model = nnx.merge(graph, params)
     B = rows["token_B"].shape[0]
 
@@ -127,12 +151,12 @@ class Programs:
         self.prefill_shapes = tuple(shape for shape in PREFILL_SHAPES if shape[1] <= max(32, context))
         if context >= LONG_CONTEXT:
             self.prefill_shapes += (LONG_PREFILL,)
-        # Decoding all rows is where the time goes, so it attends to no more tokens than it must; so does everything in
+        # Decoding many rows is where the time goes, so it attends to no more tokens than it must; so does everything in
         # a long context. Each length is one more program to compile.
         quarters = [-(-context * i // 4) for i in (1, 2, 4)]
         lengths = tuple(length for length in quarters if length >= MIN_LENGTH or length == context)
         long = tuple(length for length in lengths if 4 * length >= LONG_CONTEXT or length == context)
-        self._attended = {("decode", count): lengths if count == rows else long for count in self.rows}
+        self._attended = {("decode", count): lengths if count > 1 else long for count in self.rows}
         self._attended |= {("prefill", *shape): long for shape in self.prefill_shapes}
         jobs: dict[tuple, tuple] = {}
         for (kind, count, *new), attended in self._attended.items():

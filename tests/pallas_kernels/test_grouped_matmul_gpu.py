@@ -187,7 +187,7 @@ print("temporaries", compiled.memory_analysis().temp_size_in_bytes / (8 * shape.
 
 def test_compiles_for_hopper_without_spills():
     needs_compiler("h100")
-    path = os.pathsep.join([*map(str, Path(__file__).parents[:3:2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, Path(__file__).parents[:3]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=250)
     report = ran.stdout + ran.stderr
