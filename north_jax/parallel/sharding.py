@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # A parameter axis that is on the left of two mesh axes is split over both.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
-    "sequence": (),
+    "sequence": ("context",),
     "vocab": ("tensor",),
     "embed": ("fsdp",),
     "heads": ("tensor",),
