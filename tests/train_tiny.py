@@ -8,6 +8,7 @@ from flax import nnx
 from north_jax.data import Example, Packed, pack
 from north_jax.model.config import ModelConfig
 from north_jax.model.decoder import Decoder
+from north_jax.train.loss import Objective
 
 
 def tiny_model(seed: int = 0) -> Decoder:
@@ -51,7 +52,10 @@ class FourParameters(nnx.Module):
         self.scale_D = nnx.Param(jnp.ones(512), axes=("embed",))
 
 
-def four_loss(model: FourParameters, batch):
-    """Something with a gradient everywhere that is another in every step, and its metrics."""
+def _four_loss(model: FourParameters, batch, whole):
+    """Something with a gradient everywhere that is another in every step."""
     phase = batch["phase_BS"].mean()
     return sum(jnp.sin(3 * w + phase).astype(jnp.float32).sum() for w in jax.tree.leaves(nnx.state(model))), {}
+
+
+FOUR = Objective(_four_loss)

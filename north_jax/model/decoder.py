@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from north_jax.model import attention, moe, norm, rope
+from north_jax.model import attention, blocks, moe, norm, rope
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.row_cache import RowCache
@@ -140,6 +140,7 @@ class Decoder(nnx.Module):
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
     by that backend. "auto" is "grouped" where at most an eighth of the experts are chosen. All give the same numbers.
+    For training, `blocks.stack` changes how the layers are kept and run.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Decoder(nnx.Module):
         if moe == "auto":
             moe = "grouped" if config.num_experts >= 8 * config.num_experts_per_tok else "dense"
         self.config, self.attention = config, attention
+        self.remat, self.repeats = "none", 1  # `blocks.stack` changes them
         shape = (config.vocab_size, config.hidden_size)
         self.embedding_VD = _param(rngs, shape, ("vocab", "embed"), config.initializer_range, param_dtype)
         self.layers = nnx.List([Layer(config, i, rngs, param_dtype, moe) for i in range(config.num_hidden_layers)])
@@ -185,7 +187,7 @@ class Decoder(nnx.Module):
             spans, window = (sliding, self.config.window) if layer.sliding else (full, None)
             return attention.attend_rows(q, k, v, spans, window=window, backend=self.attention)
 
-        return self._blocks(ids_BS, positions_BS, attend, trace)
+        return self._blocks(ids_BS, positions_BS, attend, trace, each=trace is not None)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Next-token logits over the vocabulary: logit_scale * x · embeddingᵀ, float32; any leading axes."""
@@ -222,11 +224,15 @@ class Decoder(nnx.Module):
             written.append(both)
             return heads_BSHK
 
-        x_BSD = self._blocks(ids_BS, positions_BS, attend, trace)
+        x_BSD = self._blocks(ids_BS, positions_BS, attend, trace, each=True)
         k, v = zip(*written, strict=True)
         return x_BSD, dataclasses.replace(cache, k=k, v=v)
 
-    def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace) -> jax.Array:
+    def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace, each: bool) -> jax.Array:
+        # each: `attend` or `trace` keep what every layer gives them, so each is traced, once.
+        if each and self.repeats > 1:
+            raise ValueError("Decoder: stacked layers have no caches and no traces; `unstack` the model first")
+
         def note(name: str, value: jax.Array):
             if trace is not None:
                 trace[name] = value
@@ -234,16 +240,24 @@ class Decoder(nnx.Module):
         x_BSD = self.embedding_VD[...][ids_BS]
         angles = rope.rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
         note("embed", x_BSD)
-        for i, layer in enumerate(self.layers):
+
+        def through(layer: Layer, x_BSD: jax.Array, name: str = "") -> jax.Array:
             normed_BSD = layer.norm(x_BSD)
             q, k, v = layer.attention.project(normed_BSD, angles)
             attn_BSD = layer.attention.output(attend(layer.attention, q, k, v))
-            mlp_BSD = layer.mlp(normed_BSD, trace, f"layer{i}")
+            mlp_BSD = layer.mlp(normed_BSD, trace, name)
             x_BSD = x_BSD + attn_BSD + mlp_BSD
-            note(f"layer{i}/normed", normed_BSD)
-            note(f"layer{i}/attn_out", attn_BSD)
-            note(f"layer{i}/mlp_out", mlp_BSD)
-            note(f"layer{i}/out", x_BSD)
+            note(f"{name}/normed", normed_BSD)
+            note(f"{name}/attn_out", attn_BSD)
+            note(f"{name}/mlp_out", mlp_BSD)
+            note(f"{name}/out", x_BSD)
+            return x_BSD
+
+        if each:
+            for i, layer in enumerate(self.layers):
+                x_BSD = through(layer, x_BSD, f"layer{i}")
+        else:
+            x_BSD = blocks.run(through, x_BSD, self)
         x_BSD = self.norm(x_BSD)
         note("final_norm", x_BSD)
         return x_BSD

@@ -50,7 +50,12 @@ class RowCache:
         scores_GBRT = jnp.where(seen_BT[:, None], scores_GBRT, _HIDDEN)
         weights_GBRT = jnp.exp(scores_GBRT - jnp.max(scores_GBRT, axis=-1, keepdims=True))
         total_GBR1 = jnp.sum(weights_GBRT, axis=-1, keepdims=True)
-        out_GBRK = jnp.einsum("GBRT,GBTK->GBRK", weights_GBRT.astype(q_GBRK.dtype), v_GBTK.astype(q_GBRK.dtype))
+        out_GBRK = jnp.einsum(
+            "GBRT,GBTK->GBRK",
+            weights_GBRT.astype(q_GBRK.dtype),
+            v_GBTK.astype(q_GBRK.dtype),
+            preferred_element_type=jnp.float32,
+        )
         out_GBRK = (out_GBRK / total_GBR1).astype(q_B1HK.dtype)
         return out_GBRK.transpose(1, 0, 2, 3).reshape(q_B1HK.shape), k_GBKT, v_GBTK
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": ("context",),
+    "layer": (),
     "vocab": ("tensor",),
     "embed": ("fsdp",),
     "heads": ("tensor",),

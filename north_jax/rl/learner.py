@@ -18,6 +18,7 @@ from north_jax.agents.rollout import Sampling
 from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
+from north_jax.model import blocks
 from north_jax.rl.batch import Batch, make_batch
 from north_jax.rl.curriculum import Curriculum
 from north_jax.rl.generation import Generation
@@ -26,11 +27,12 @@ from north_jax.rl.journal import Journal, fold
 from north_jax.rl.loss import cispo, mismatch_metrics
 from north_jax.rl.queue import window_size
 from north_jax.sampler.process import SamplerProcess
+from north_jax.train.flops import step_flops, utilisation
 from north_jax.train.interrupt import interrupts
-from north_jax.train.loss import token_logprobs
+from north_jax.train.loss import Objective, token_logprobs
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import SETTINGS, make_schedule, optimizer_of
-from north_jax.train.step import TrainState, init_state, make_train_step, shard_batch
+from north_jax.train.optimizer import make_schedule, optimizer_of
+from north_jax.train.step import SETTINGS, TrainState, init_state, make_train_step, shard_batch
 from north_jax.weights import hf
 from north_jax.weights.checkpoint import Checkpoints
 
@@ -44,7 +46,8 @@ def rl_config(**values) -> ConfigDict:
     steps: learner steps. group_size: rollouts a task. groups_per_step: P, groups with signal a step. queue_groups: N,
     groups admitted and not yet released. window: the queue's W is max(1, floor(window * N)). export_every: K, learner
     steps between exports to the sampler. lr rises over `warmup` steps and stays. optimizer, moments, param_dtype,
-    rounding: the choices of `north_jax.train.optimizer.make_optimizer`. ratio_cap: absolute cap on the importance
+    rounding, compute_dtype: the choices of `north_jax.train.optimizer.make_optimizer`; accumulate, remat: as in
+    `north_jax.train.sft.sft_config`. ratio_cap: absolute cap on the importance
     ratio. row_length: tokens of a learner row, and the most a rollout may have. save_every: steps between checkpoints.
     """
     config = ConfigDict(
@@ -69,32 +72,39 @@ def rl_config(**values) -> ConfigDict:
     return config
 
 
-def make_rl_loss(ratio_cap: float):
+def make_rl_objective(ratio_cap: float) -> Objective:
     """CISPO against the sampler's recorded log-probabilities, at temperature 1, with its metrics.
 
     The metric "logp_BS" is no scalar: the learner's log-probabilities of the batch, for the report.
     """
 
-    def rl_loss(model: nnx.Module, batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logp_BS, entropy_BS = token_logprobs(
-            model, batch["ids_BS"], batch["segment_ids_BS"], batch["positions_BS"], with_entropy=True
-        )
-        action_BS = batch["action_BS"]
-        loss, clipped = cispo(
+    def objective(logp_BS, batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return cispo(
             logp_BS,
             batch["logp_BS"],
             batch["advantage_BS"],
-            action_BS,
+            batch["action_BS"],
             ratio_cap=ratio_cap,
             denominator=batch["denominator_BS"],
         )
-        gap = mismatch_metrics(jax.lax.stop_gradient(logp_BS), batch["logp_BS"], action_BS)
+
+    def loss(model: nnx.Module, batch, whole) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logp_BS, entropy_BS = token_logprobs(
+            model, batch["ids_BS"], batch["segment_ids_BS"], batch["positions_BS"], with_entropy=True
+        )
+        # The denominators are those of the whole batch.
+        return objective(logp_BS, batch)[0], {"logp_BS": logp_BS, "entropy_BS": entropy_BS}
+
+    def metrics(batch, arrays) -> dict[str, jax.Array]:
+        action_BS, logp_BS = batch["action_BS"], arrays["logp_BS"]
+        _, clipped = objective(logp_BS, batch)
+        gap = mismatch_metrics(logp_BS, batch["logp_BS"], action_BS)
         tokens = (batch["segment_ids_BS"] > 0).sum()
-        return loss, {
+        return {
             "tokens": tokens,
             "loss_tokens": clipped["tokens"],
             "fill": tokens / action_BS.size,
-            "entropy": jnp.where(action_BS, entropy_BS, 0.0).sum() / jnp.maximum(action_BS.sum(), 1),
+            "entropy": jnp.where(action_BS, arrays["entropy_BS"], 0.0).sum() / jnp.maximum(action_BS.sum(), 1),
             "ratio_mean": clipped["ratio_mean"],
             "ratio_max": clipped["ratio_max"],
             "capped_share": clipped["clip_high_frac"],
@@ -104,7 +114,7 @@ def make_rl_loss(ratio_cap: float):
             "logp_BS": logp_BS,
         }
 
-    return rl_loss
+    return Objective(loss, metrics)
 
 
 def rollout_metrics(groups: list[Group], batch: Batch, logp_BS: np.ndarray, step: int) -> dict[str, float]:
@@ -139,7 +149,7 @@ class _Exports:
         path = self.folder / f"v{version:06d}"
         if path.exists():  # of a learner step that was lost
             shutil.rmtree(path)
-        hf.save(path, state.model(), version=str(version), step=version, tokenizer_dir=self._tokenizer)
+        hf.save(path, blocks.unstack(state.model()), version=str(version), step=version, tokenizer_dir=self._tokenizer)
         return path
 
     def keep_only(self, path: Path) -> None:
@@ -180,7 +190,8 @@ def run_rl(
     with contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(workdir / "checkpoints", keep=config.keep)
         stack.callback(checkpoints.close)
-        state = init_state(model, optimizer, mesh)
+        model_config = model.config
+        state = init_state(blocks.stack(model, config.remat), optimizer, mesh)
         restored = checkpoints.restore_latest(state)
         step = 0
         if restored is not None:
@@ -220,7 +231,7 @@ def run_rl(
         bar = stack.enter_context(
             tqdm(total=config.steps, initial=step, desc="RL", unit="step", dynamic_ncols=True, smoothing=0.1)
         )
-        train_step = make_train_step(make_rl_loss(config.ratio_cap), optimizer, mesh)
+        train_step = make_train_step(make_rl_objective(config.ratio_cap), optimizer, mesh, accumulate=config.accumulate)
         last = time.perf_counter()
         while step < config.steps:
             waiting = time.perf_counter()
@@ -258,6 +269,8 @@ def run_rl(
                 "failed_groups": after["failed"] - before["failed"],
                 "overtakes_max": after["max_overtakes"],
             }
+            flops = step_flops(model_config, batch.arrays()["segment_ids_BS"])
+            values |= utilisation(flops, now - last - wait_seconds, mesh)
             last = now
             writer.write(step, values)
             bar.set_postfix_str(
@@ -267,7 +280,7 @@ def run_rl(
             if step % config.save_every == 0 or step == config.steps:
                 _save(checkpoints, step, state)
         checkpoints.wait()
-    return state.model()
+    return blocks.unstack(state.model())
 
 
 def _save(checkpoints: Checkpoints, step: int, state: TrainState) -> None:

@@ -1,9 +1,28 @@
 """Per-token log-probabilities of a packed batch and the SFT loss over them."""
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from pallas_kernels import loss_head
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+class Objective(NamedTuple):
+    """What a train step lowers.
+
+    loss(model, batch, whole) -> (loss, arrays): the part of the whole batch's loss that belongs to the rows of `batch`,
+    so that the parts add up, and arrays [B, S] of these rows, without gradient. metrics(whole, arrays) -> scalars of
+    the step, and arrays to be kept, from the arrays of all rows.
+    """
+
+    loss: Callable[[nnx.Module, Batch, Batch], tuple[jax.Array, Metrics]]
+    metrics: Callable[[Batch, Metrics], Metrics] = lambda whole, arrays: {}
 
 
 def token_logprobs(
@@ -40,15 +59,21 @@ def token_logprobs(
     return tuple(aligned) if with_entropy else aligned[0]
 
 
-def sft_loss(model, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weighted mean over the global batch, sum(w * -logp) / sum(w), and the metrics of the step.
+def sft_loss(model, batch: dict[str, jax.Array], whole: dict[str, jax.Array]) -> tuple[jax.Array, dict]:
+    """The batch's share of the weighted mean over the whole one, sum(w * -logp) / sum(whole w).
 
-    `batch` holds ids_BS, segment_ids_BS, positions_BS, weights_BS as `north_jax.data` makes them. A batch without any
-    weight has loss 0.
+    `batch` holds ids_BS, segment_ids_BS, positions_BS, weights_BS as `north_jax.data` makes them, some or all rows of
+    the `whole` one. A batch without any weight has loss 0.
     """
     logp_BS = token_logprobs(model, batch["ids_BS"], batch["segment_ids_BS"], batch["positions_BS"])
-    weights_BS = batch["weights_BS"]
-    weight = weights_BS.sum()
-    loss = -(weights_BS * logp_BS).sum() / jnp.where(weight > 0, weight, 1.0)
+    weight = whole["weights_BS"].sum()
+    return -(batch["weights_BS"] * logp_BS).sum() / jnp.where(weight > 0, weight, 1.0), {}
+
+
+def sft_metrics(batch: dict[str, jax.Array], arrays: dict) -> dict[str, jax.Array]:
+    """The metrics of a step on this batch."""
     tokens = (batch["segment_ids_BS"] > 0).sum()
-    return loss, {"tokens": tokens, "loss_tokens": (weights_BS > 0).sum(), "fill": tokens / weights_BS.size}
+    return {"tokens": tokens, "loss_tokens": (batch["weights_BS"] > 0).sum(), "fill": tokens / batch["ids_BS"].size}
+
+
+SFT = Objective(sft_loss, sft_metrics)

@@ -19,6 +19,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "loss_tokens": ("tokens", "Tokens of the step's batch with a loss weight above 0."),
     "fill": ("share", "tokens / places of the batch."),
     "tokens_per_second": ("tokens/s", "tokens / step_seconds."),
+    "tflops": ("TFLOP/s", "step_flops (train/flops.py) / step_seconds without wait_seconds / devices / 1e12."),
+    "mfu": ("share", "tflops / the chip's bfloat16 peak by its data sheet; only where that is known."),
     "step_seconds": ("s", "Wall time from the end of the previous step to the end of this one."),
     "compile_seconds": ("s", "Wall time of the step that compiled, which is left out of tokens_per_second."),
     # Reinforcement learning, per learner step.

@@ -35,6 +35,7 @@ CHOICES = {
     "moments": ("float32", "bfloat16", "int8"),
     "param_dtype": ("float32", "bfloat16"),
     "rounding": ("nearest", "stochastic"),
+    "compute_dtype": ("same", "bfloat16"),
 }
 
 # What a run's config says of its optimizer; `optimizer_of` makes it.
@@ -43,11 +44,13 @@ SETTINGS = {
     "moments": "float32",
     "param_dtype": "float32",
     "rounding": "nearest",
+    "compute_dtype": "same",
     "weight_decay": 0.01,
     "clip": 1.0,
 }
 
-# What Muon makes orthogonal: parameter -> (axes summed over, axes of the result); any other axis counts matrices.
+# What Muon makes orthogonal: parameter -> (axes summed over, axes of the result), as its name counts them; any other
+# axis, that of stacked layers too, counts matrices.
 _MATRICES = {
     "q_DHK": (0, (1, 2)),
     "k_DGK": (0, (1, 2)),
@@ -67,11 +70,13 @@ _BLOCK = 128  # values along the last axis that share one scale
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, the schedule inside it (step -> learning rate), and the type of the parameters."""
+    """An optax transformation, the schedule inside it (step -> learning rate), and the types that go with it: that of
+    the parameters, and that of the forward and backward pass or "same"."""
 
     transform: optax.GradientTransformation
     schedule: optax.Schedule
     param_dtype: str
+    compute_dtype: str = "same"
 
 
 class Quantised(NamedTuple):
@@ -122,6 +127,7 @@ def make_optimizer(
     moments: str = "float32",
     param_dtype: str = "float32",
     rounding: str = "nearest",
+    compute_dtype: str = "same",
     weight_decay: float = 0.01,
     clip: float = 1.0,
     b1: float = 0.9,
@@ -138,14 +144,17 @@ def make_optimizer(
     moments: the type they are stored in; all arithmetic is float32. "bfloat16" rounds to nearest: a step moves a moment
     by 1 - b1 or 1 - b2 (5 % or more) of its way, which 8 significant bits resolve. "int8" is `quantise`.
 
-    param_dtype: the type of parameters, and so of the forward and backward pass. rounding: how the sum of a bfloat16
-    parameter and its float32 update is rounded. To nearest, updates below half a unit in the last place (2^-9 of the
-    parameter) are lost; "stochastic" keeps them on average.
+    param_dtype: the type of parameters, and so of the forward and backward pass, unless compute_dtype says "bfloat16":
+    the step then rounds float32 parameters for them, before it gathers any from other devices.
+
+    rounding: how the sum of a bfloat16 parameter and its float32 update is rounded. To nearest, updates below half a
+    unit in the last place (2^-9 of the parameter) are lost; "stochastic" keeps them on average.
 
     All that is drawn follows from `seed`, the step and the parameter: the key is part of the optimizer state. Raises
     ValueError for an unknown choice, and for stochastic rounding of float32 parameters.
     """
     chosen = {"optimizer": optimizer, "moments": moments, "param_dtype": param_dtype, "rounding": rounding}
+    chosen["compute_dtype"] = compute_dtype
     for name, value in chosen.items():
         if value not in CHOICES[name]:
             raise ValueError(f"unknown {name} {value!r}: use {' or '.join(CHOICES[name])}")
@@ -175,7 +184,7 @@ def make_optimizer(
             optax.scale_by_learning_rate(schedule),
         ]
     transform = optax.chain(optax.clip_by_global_norm(clip), *steps)
-    return Optimizer(_stored(transform, moments, rounding, seed), schedule, param_dtype)
+    return Optimizer(_stored(transform, moments, rounding, seed), schedule, param_dtype, compute_dtype)
 
 
 def optimizer_of(config: Mapping[str, Any], schedule: optax.Schedule, *, seed: int) -> Optimizer:
@@ -241,10 +250,12 @@ def dequantise(moment: Quantised) -> jax.Array:
 
 
 def _dimension_numbers(params):
-    def one(path, _):
+    def one(path, leaf):
         names = {str(getattr(key, "key", "")) for key in path}
         for name in names & _MATRICES.keys():
-            return MuonDimensionNumbers(*_MATRICES[name])
+            stacked = leaf.ndim - len(name.rpartition("_")[2])
+            axes = jax.tree.map(stacked.__add__, _MATRICES[name])
+            return MuonDimensionNumbers(*axes)
         if names.isdisjoint(_NO_MATRICES):
             raise ValueError(f"Muon does not know the axes of parameter {keystr(path)}: add it to _MATRICES")
         return None

@@ -13,11 +13,13 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from north_jax.data import BatchIterator, Packed
+from north_jax.model import blocks
+from north_jax.train.flops import step_flops, utilisation
 from north_jax.train.interrupt import interrupts
-from north_jax.train.loss import sft_loss
+from north_jax.train.loss import SFT
 from north_jax.train.metrics import MetricsWriter
-from north_jax.train.optimizer import SETTINGS, make_schedule, optimizer_of
-from north_jax.train.step import init_state, make_train_step, restart, shard_batch
+from north_jax.train.optimizer import make_schedule, optimizer_of
+from north_jax.train.step import SETTINGS, init_state, make_train_step, restart, shard_batch
 from north_jax.weights.checkpoint import CheckpointError, Checkpoints
 
 
@@ -37,7 +39,9 @@ def stage_config(**values) -> ConfigDict:
 def sft_config(**values) -> ConfigDict:
     """The `sft` section of a run's config; `stages` is a tuple of `stage_config`, in order of training.
 
-    `optimizer`, `moments`, `param_dtype` and `rounding` are the choices of `north_jax.train.optimizer.make_optimizer`.
+    `optimizer`, `moments`, `param_dtype`, `rounding` and `compute_dtype` are the choices of
+    `north_jax.train.optimizer.make_optimizer`. A step takes its rows in `accumulate` parts; `remat` is one of
+    `north_jax.model.blocks.REMAT`.
     `save_every` counts steps; the last step of a stage is saved too. `keep` checkpoints stay on disk.
     Raises KeyError for a name that is not a setting.
     """
@@ -99,7 +103,8 @@ def run_sft(
     with contextlib.ExitStack() as stack:
         checkpoints = Checkpoints(workdir / "checkpoints", keep=config.keep)
         stack.callback(checkpoints.close)
-        state = init_state(model, optimizers[0], mesh)
+        model_config = model.config
+        state = init_state(blocks.stack(model, config.remat), optimizers[0], mesh)
         restored = checkpoints.restore_latest(state)
         total, first, done, position = 0, 0, 0, None
         if restored is not None:
@@ -121,19 +126,20 @@ def run_sft(
             batches = BatchIterator(data[index], stage.batch_rows, seed=config.seed + index)
             if position is not None:
                 batches.set_state(position)
-            train_step = make_train_step(sft_loss, optimizers[index], mesh)
+            train_step = make_train_step(SFT, optimizers[index], mesh, accumulate=config.accumulate)
             label = f"SFT stage {index + 1}/{len(stages)}, {stage.row_length} tokens"
             bar = stack.enter_context(
                 tqdm(
                     total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True
                 )
             )
-            report = _Reporter(writer, bar, f"sft{index + 1}")
+            report = _Reporter(writer, bar, f"sft{index + 1}", mesh)
             while done < steps[index]:
-                state, metrics = train_step(state, shard_batch(next(batches), mesh))
+                batch = next(batches)
+                state, metrics = train_step(state, shard_batch(batch, mesh))
                 done, total = done + 1, start + done + 1
                 # The device has step N to do while the host waits for the metrics of step N - 1.
-                report.dispatched(total, metrics)
+                report.dispatched(total, metrics, step_flops(model_config, batch["segment_ids_BS"]))
                 if done % config.save_every == 0 or done == steps[index] or interrupted.is_set():
                     report.flush()  # a step whose numbers are not finite must not be saved
                     extra = {"stage": index, "done": done, "iterator": batches.get_state(), "data": digests}
@@ -143,25 +149,25 @@ def run_sft(
                     raise KeyboardInterrupt
             bar.close()
         checkpoints.wait()
-    return state.model()
+    return blocks.unstack(state.model())
 
 
 class _Reporter:
     """Reads the metrics of a step only after the next one was dispatched, and times the steps by these reads."""
 
-    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str):
-        self.writer, self.bar, self.stage = writer, bar, stage
-        self.pending: tuple[int, dict] | None = None
+    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str, mesh: Mesh):
+        self.writer, self.bar, self.stage, self.mesh = writer, bar, stage, mesh
+        self.pending: tuple[int, dict, int] | None = None
         self.last, self.compiled = time.perf_counter(), False
 
-    def dispatched(self, step: int, metrics: dict) -> None:
+    def dispatched(self, step: int, metrics: dict, flops: int) -> None:
         self.flush()
-        self.pending = step, metrics
+        self.pending = step, metrics, flops
 
     def flush(self) -> None:
         if self.pending is None:
             return
-        (step, metrics), self.pending = self.pending, None
+        (step, metrics, flops), self.pending = self.pending, None
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
@@ -173,6 +179,7 @@ class _Reporter:
                 )
         if self.compiled:
             values |= {"step_seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+            values |= utilisation(flops, seconds, self.mesh)
             self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s", False)
         else:
             values["compile_seconds"], self.compiled = seconds, True

@@ -11,11 +11,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from north_jax.parallel import batch_sharding, parameter_shardings
+from north_jax.train.loss import Batch, Metrics, Objective
+from north_jax.train.optimizer import SETTINGS as OPTIMIZER_SETTINGS
 from north_jax.train.optimizer import Optimizer, Quantised
 
-Batch = Mapping[str, jax.Array]
-Metrics = dict[str, jax.Array]
-LossFn = Callable[[nnx.Module, Batch], tuple[jax.Array, Metrics]]
+# What a run's config says of its steps: the optimizer, in how many parts the rows of a batch are taken, and what of the
+# forward pass the backward pass finds (`north_jax.model.blocks.REMAT`).
+SETTINGS = {**OPTIMIZER_SETTINGS, "accumulate": 1, "remat": "none"}
 
 
 @jax.tree_util.register_dataclass
@@ -100,20 +102,47 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
 
 
 def make_train_step(
-    loss_fn: LossFn, optimizer: Optimizer, mesh: Mesh
+    objective: Objective, optimizer: Optimizer, mesh: Mesh, *, accumulate: int = 1
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Compiles (state, batch) -> (next state, metrics); the old state is donated and cannot be used again.
 
-    `loss_fn(model, batch)` returns a scalar loss and scalar metrics. The step adds "loss", "grad_norm" (before
-    clipping) and "lr". Metrics stay on the device: reading one waits for the step.
+    `accumulate` n > 1 takes the rows of the batch in n parts, one after the other, and adds their gradients in float32:
+    the memory of an n-th of the rows, the same step. To the objective's metrics come "loss", "grad_norm" (before
+    clipping) and "lr". Metrics stay on the device: reading one waits for the step. Raises ValueError where the rows do
+    not divide.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        def loss_of(params):
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return loss_fn(nnx.merge(state.graphdef, params), batch)
+    def gradients(state: TrainState, batch: Batch):
+        """((loss, arrays), gradients) of the batch."""
 
-        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        def loss_of(params, part):
+            if optimizer.compute_dtype != "same":
+                params = optax.tree.cast(params, jnp.dtype(optimizer.compute_dtype))
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return objective.loss(nnx.merge(state.graphdef, params), part, batch)
+
+        of_part = jax.value_and_grad(loss_of, has_aux=True)
+        if accumulate == 1:
+            return of_part(state.params, batch)
+
+        if (rows := len(next(iter(batch.values())))) % accumulate:
+            raise ValueError(
+                f"a batch of {rows} rows does not divide into accumulate={accumulate} parts; change either"
+            )
+
+        def add(sums, part):
+            (loss, arrays), grads = of_part(state.params, part)
+            return jax.tree.map(jnp.add, sums, (loss, optax.tree.cast(grads, jnp.float32))), arrays
+
+        # Every n-th row: a part is then spread over the devices as the batch is.
+        parts = {name: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+        zeros = optax.tree.zeros_like(optax.tree.cast(state.params, jnp.float32))
+        zeros = jax.lax.with_sharding_constraint(zeros, parameter_shardings(mesh, state.params))
+        (loss, grads), arrays = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
+        return (loss, {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in arrays.items()}), grads
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        (loss, arrays), grads = gradients(state, batch)
         updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         # Pinned, so that the compiler cannot hand back another layout than it was given.
@@ -124,6 +153,7 @@ def make_train_step(
             "grad_norm": optax.tree.norm(optax.tree.cast(grads, jnp.float32)),
             "lr": optimizer.schedule(state.step),
         }
-        return dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1), own | metrics
+        metrics = own | objective.metrics(batch, arrays)
+        return dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

@@ -3,6 +3,10 @@
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+
+# What `jax.checkpoint` knows the saved results by: a policy that keeps them does not compute attention twice.
+SAVED = "attention_results"
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
@@ -17,7 +21,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         return forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS)
 
     def save(*arguments):
-        results = forward(*arguments)
+        results = tuple(checkpoint_name(result, SAVED) for result in forward(*arguments))
         return results, (*arguments, *results)
 
     attention.defvjp(save, lambda saved, gradients: (*backward(*saved, *gradients), None, None))

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from train_tiny import tiny_corpus, tiny_model
 
-from north_jax.train.loss import sft_loss, token_logprobs
+from north_jax.train.loss import sft_loss, sft_metrics, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_log_softmax(model, batch):
         weights_BS = batch["weights_BS"][:, 1:]
         return -(weights_BS * logp_BS).sum() / weights_BS.sum()
 
-    ours, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch)[0]))(params)
+    ours, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch, batch)[0]))(params)
     expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -85,14 +85,15 @@ def test_what_padding_holds_changes_nothing(model, batch):
 
     @jax.jit
     def gradient(batch):
-        return jax.grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch)[0])(params)
+        return jax.grad(lambda p: sft_loss(nnx.merge(graphdef, p), batch, batch)[0])(params)
 
     for clean, other in zip(jax.tree.leaves(gradient(batch)), jax.tree.leaves(gradient(poisoned)), strict=True):
         np.testing.assert_array_equal(clean, other)
 
 
 def test_the_loss_is_the_mean_over_the_weights_of_the_whole_batch(model, batch):
-    loss, metrics = sft_loss(model, batch)
+    loss, arrays = sft_loss(model, batch, batch)
+    metrics = sft_metrics(batch, arrays)
     logp_BS, weights_BS = token_logprobs(model, *arguments(batch)), batch["weights_BS"]
     np.testing.assert_allclose(loss, -np.sum(logp_BS * weights_BS) / np.sum(weights_BS), rtol=1e-6)
     assert metrics["tokens"] == (batch["segment_ids_BS"] > 0).sum()
@@ -103,5 +104,5 @@ def test_the_loss_is_the_mean_over_the_weights_of_the_whole_batch(model, batch):
 def test_a_batch_without_weights_has_loss_and_gradient_zero(model, batch):
     graphdef, params = nnx.split(model)
     silent = batch | {"weights_BS": jnp.zeros_like(batch["weights_BS"])}
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), silent)[0]))(params)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: sft_loss(nnx.merge(graphdef, p), silent, silent)[0]))(params)
     assert loss == 0 and all((g == 0).all() for g in jax.tree.leaves(grads))

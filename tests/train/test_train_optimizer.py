@@ -331,7 +331,7 @@ def lessons():
     graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
     iterator = BatchIterator(tiny_corpus(32, count=400), 8, seed=0)
     batches = [next(iterator) for _ in range(STEPS)]
-    gradient = jax.jit(jax.value_and_grad(lambda params, batch: sft_loss(nnx.merge(graphdef, params), batch)[0]))
+    gradient = jax.jit(jax.value_and_grad(lambda params, batch: sft_loss(nnx.merge(graphdef, params), batch, batch)[0]))
     return params, batches, gradient
 
 

@@ -48,7 +48,7 @@ def assert_same(left, right):
 
 
 def numbers(workdir):
-    timed = ("time", "step_seconds", "tokens_per_second", "compile_seconds")
+    timed = ("time", "step_seconds", "tokens_per_second", "compile_seconds", "tflops", "mfu")
     return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(workdir / "metrics.jsonl")]
 
 
@@ -69,6 +69,7 @@ def test_two_stages_learn_and_report(straight):
     assert abs(first["loss"] - np.log(48)) < 0.2 and last["loss"] < 0.75 * first["loss"]
     assert "compile_seconds" in first and "tokens_per_second" not in first
     assert last["tokens_per_second"] == pytest.approx(last["tokens"] / last["step_seconds"])
+    assert last["tflops"] > 0 and "mfu" not in last  # a CPU has no peak in the table
     # Each stage has its own schedule, warm-up first.
     np.testing.assert_allclose([first["lr"], lines[counts[0]]["lr"]], [2e-2 / 3, 5e-3 / 2], rtol=1e-5)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from train_tiny import FourParameters, four_loss, tiny_corpus, tiny_model
+from train_tiny import FOUR, FourParameters, tiny_corpus, tiny_model
 
 from north_jax.parallel import make_mesh, parameter_shardings
-from north_jax.train.loss import sft_loss
+from north_jax.train.loss import SFT, Objective
 from north_jax.train.optimizer import Quantised, make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, restart, shard_batch
 from north_jax.weights.checkpoint import Checkpoints
@@ -25,7 +25,7 @@ def batches(count=3, rows=8):
 
 def train(mesh):
     state = init_state(tiny_model(), OPTIMIZER, mesh)
-    step = make_train_step(sft_loss, OPTIMIZER, mesh)
+    step = make_train_step(SFT, OPTIMIZER, mesh)
     history = []
     for batch in batches():
         batch = shard_batch(batch, mesh)
@@ -75,7 +75,7 @@ def test_the_step_reports_and_learns(single):
 def test_the_old_state_is_donated_and_restart_keeps_the_parameters():
     mesh = make_mesh(data=8)
     state = init_state(tiny_model(), OPTIMIZER, mesh)
-    new, _ = make_train_step(sft_loss, OPTIMIZER, mesh)(state, shard_batch(batches(1)[0], mesh))
+    new, _ = make_train_step(SFT, OPTIMIZER, mesh)(state, shard_batch(batches(1)[0], mesh))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
     again = restart(new, OPTIMIZER, mesh)
     assert int(again.step) == 0 and jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again.params, new.params))
@@ -98,7 +98,7 @@ def test_a_sharded_step_quantises_as_the_single_device_step_does(kind, quickly_c
     optimizer = make_optimizer(SCHEDULE, optimizer=kind, moments="int8")
 
     def train(mesh):
-        state, step = init_state(FourParameters(), optimizer, mesh), make_train_step(four_loss, optimizer, mesh)
+        state, step = init_state(FourParameters(), optimizer, mesh), make_train_step(FOUR, optimizer, mesh)
         for batch in phases(mesh):
             state, _ = step(state, batch)
         return state
@@ -148,7 +148,7 @@ def test_a_restored_run_draws_what_the_straight_one_draws(tmp_path, quickly_comp
         SCHEDULE, optimizer="muon", moments="int8", param_dtype="bfloat16", rounding="stochastic", seed=3
     )
     mesh = make_mesh(**EIGHT)
-    step = make_train_step(four_loss, optimizer, mesh)
+    step = make_train_step(FOUR, optimizer, mesh)
     state, checkpoints = init_state(FourParameters(), optimizer, mesh), Checkpoints(tmp_path)
     for number, batch in enumerate(phases(mesh)):
         if number == 2:
@@ -184,9 +184,43 @@ def test_bfloat16_gradients_are_clipped_by_a_float32_norm():
     mesh = make_mesh(devices=jax.devices()[:1])
     slopes = jnp.asarray(np.random.default_rng(0).normal(size=(4, 72)), jnp.bfloat16)
     optimizer = make_optimizer(SCHEDULE, param_dtype="bfloat16", clip=0.5)
-    step = make_train_step(lambda model, batch: ((model.w_DF[...] * slopes).sum(), {}), optimizer, mesh)
+    step = make_train_step(
+        Objective(lambda model, batch, whole: ((model.w_DF[...] * slopes).sum(), {})), optimizer, mesh
+    )
     state, metrics = step(init_state(OneMatrix(72), optimizer, mesh), {})
     exact = np.asarray(slopes, np.float64)
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(exact), rtol=1e-6)
     (mu,) = jax.tree.leaves(state.opt_state[1][0].mu)
     np.testing.assert_allclose(mu, 0.1 * 0.5 * exact / np.linalg.norm(exact), rtol=1e-5)
+
+
+def test_parts_of_a_batch_add_up_to_its_step():
+    batch, mesh = batches(1)[0], make_mesh(data=2, devices=jax.devices()[:2])
+
+    def stepped(accumulate):
+        step = make_train_step(SFT, OPTIMIZER, mesh, accumulate=accumulate)
+        state, metrics = step(init_state(tiny_model(), OPTIMIZER, mesh), shard_batch(batch, mesh))
+        return jax.tree.leaves(state.params), metrics
+
+    (whole, expected), (parts, metrics) = stepped(1), stepped(4)
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    for got, want in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    with pytest.raises(ValueError, match="a batch of 8 rows does not divide into accumulate=3 parts"):
+        stepped(3)
+
+
+def test_float32_parameters_compute_in_bfloat16():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    batch = shard_batch(batches(1)[0], mesh)
+
+    def stepped(**options):
+        optimizer = make_optimizer(SCHEDULE, **options)
+        return make_train_step(SFT, optimizer, mesh)(init_state(tiny_model(), optimizer, mesh), batch)
+
+    (state, metrics), (_, rounded) = stepped(compute_dtype="bfloat16"), stepped(param_dtype="bfloat16")
+    assert {param.dtype for param in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    # The same pass over the same bfloat16 numbers; float32 ones give another loss.
+    assert metrics["loss"] == rounded["loss"] != stepped()[1]["loss"]

@@ -1,0 +1,84 @@
+"""Stacked layers are the same layers, under every policy of recomputation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_decoder import TINY, ids
+
+from north_jax.model import Decoder, blocks
+
+# A dense layer, twice three sliding and a global one, and one left over.
+CONFIG = dataclasses.replace(TINY, num_hidden_layers=10, layer_types=None)
+
+
+def value_and_gradients(model):
+    graph, params = nnx.split(model)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return jnp.sum(model.logits(model.hidden(ids(2, 20), segment_ids_BS=SEGMENTS)) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+SEGMENTS = jnp.asarray([[1] * 12 + [2] * 8, [1] * 17 + [0] * 3])
+
+
+def by_layers(state, model):
+    graph, _ = nnx.split(model)
+    return jax.tree.leaves(nnx.state(blocks.unstack(nnx.merge(graph, state)), nnx.Param))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    loss, gradients = value_and_gradients(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    return loss, jax.tree.leaves(gradients)
+
+
+def test_what_repeats():
+    assert blocks.repeated(CONFIG) == (1, 4, 2)
+    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=49, layer_types=None)) == (1, 4, 12)
+    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=3, layer_types=None)) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("remat", blocks.REMAT)
+def test_values_and_gradients_are_those_of_plain_layers(expected, remat):
+    model = blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)), remat)
+    assert model.repeats == 2 and len(model.layers) == 6
+    assert model.layers[1].mlp.gate_EDF.get_metadata("axes")[0] == "layer"
+    loss, gradients = value_and_gradients(model)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    for got, want in zip(by_layers(gradients, model), expected[1], strict=True):
+        assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
+
+
+def test_there_and_back():
+    plain = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0)), nnx.Param)
+    back = nnx.state(blocks.unstack(blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)))), nnx.Param)
+    assert jax.tree.structure(plain) == jax.tree.structure(back)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain, back))
+
+
+def test_stacked_layers_have_no_trace_and_no_cache():
+    with pytest.raises(ValueError, match="`unstack` the model first"):
+        blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0))).hidden(ids(1, 8), trace={})
+
+
+def test_attention_is_computed_again_only_where_it_is_not_kept():
+    config = dataclasses.replace(CONFIG, head_dim=128)
+
+    def kernels(remat):
+        graph, params = nnx.split(nnx.eval_shape(lambda: blocks.stack(Decoder(config, rngs=nnx.Rngs(0)), remat)))
+
+        def loss(params):
+            return nnx.merge(graph, params).hidden(ids(2, 16)).sum()
+
+        text = jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(params).mlir_module()
+        return text.count('kernel_name = "attention_forward"')
+
+    counts = {remat: kernels(remat) for remat in ("none", "block", "attention")}
+    assert counts == {"none": 6, "block": 12, "attention": 6}
