@@ -51,6 +51,24 @@ def restart(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainState:
     return _begin(state.graphdef, state.params, optimizer, mesh)
 
 
+def abstract_state(model: nnx.Module, optimizer: Optimizer, mesh: Mesh) -> TrainState:
+    """What `init_state` would make of an abstract model (`nnx.eval_shape`): shapes, types and shardings."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    params = jax.eval_shape(lambda params: optax.tree.cast(params, jnp.dtype(optimizer.param_dtype)), params)
+    opt_state = jax.eval_shape(optimizer.transform.init, params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def described(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return TrainState(
+        jax.tree.map(described, params, parameter_shardings(mesh, params)),
+        jax.tree.map(described, opt_state, _opt_shardings(opt_state, params, optimizer, mesh)),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        graphdef,
+    )
+
+
 def _begin(graphdef: nnx.GraphDef, params: nnx.State, optimizer: Optimizer, mesh: Mesh) -> TrainState:
     shapes = jax.eval_shape(optimizer.transform.init, params)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=_opt_shardings(shapes, params, optimizer, mesh))(params)

@@ -1,0 +1,104 @@
+"""What a compiled program sends between devices, read from its text: how often, over which mesh axes, and bytes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+from jax.sharding import Mesh
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction: `count` runs of `bytes`, which is what a device sends each time, over the mesh `axes`.
+
+    all-gather, reduce-scatter, all-to-all: the (g-1)/g of the whole array in a group of g devices (of a ragged one: of
+    its room); all-reduce: twice that; collective-permute: the array.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+
+
+def collectives(text: str, mesh: Mesh) -> list[Collective]:
+    """Those of a compiled program's text (`jax.stages.Compiled.as_text`), with the loops they are in counted.
+
+    A loop whose number of rounds the compiler does not know counts once.
+    """
+    computations, entry = _computations(text)
+    found: list[Collective] = []
+
+    def walk(name: str, count: int) -> None:
+        for shape, operation, rest in computations.get(name, ()):
+            kind = operation.removesuffix("-start")
+            if kind in KINDS:
+                devices = _group(rest, mesh.size)
+                found.append(Collective(kind, _axes(devices, mesh), _bytes(kind, shape, operation, devices), count))
+            rounds = 1
+            if operation == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)):
+                rounds = int(known.group(1))
+            for one, several in _CALLED.findall(rest):
+                for called in (several or one).split(", "):
+                    walk(called.lstrip("%"), count * rounds)
+
+    walk(entry, 1)
+    return found
+
+
+def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str]:
+    computations: dict[str, list[tuple[str, str, str]]] = {}
+    entry, lines = "", None
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            lines = computations.setdefault(head.group(2), [])
+            entry = head.group(2) if head.group(1) else entry
+        elif lines is not None and (instruction := _INSTRUCTION.match(line)):
+            lines.append(instruction.groups())
+    return computations, entry
+
+
+def _group(rest: str, devices: int) -> list[int]:
+    """The devices of the first group, or of the first pair of a permutation."""
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest):
+        return [int(device) for device in pairs.groups()]
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return [int(device) for device in listed.group(1).split(",")]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        groups, sizes, order = (part and [int(n) for n in part.split(",")] for part in iota.groups())
+        ids = np.arange(math.prod(sizes)).reshape(sizes)
+        return (ids.transpose(order) if order else ids).reshape(groups)[0].tolist()
+    return list(range(devices))
+
+
+def _axes(devices: list[int], mesh: Mesh) -> tuple[str, ...]:
+    places = np.asarray(np.unravel_index(devices, mesh.devices.shape))
+    return tuple(name for name, place in zip(mesh.axis_names, places, strict=True) if len(set(place.tolist())) > 1)
+
+
+def _arrays(shape: str) -> Iterator[int]:
+    for dtype, sizes in _ARRAY.findall(shape):
+        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype).group())
+        yield math.prod(int(size) for size in sizes.split(",") if size) * bits // 8
+
+
+def _bytes(kind: str, shape: str, operation: str, devices: list[int]) -> int:
+    sizes, g = list(_arrays(shape)), len(devices)
+    if operation.endswith("-start") and len(sizes) > 1:  # operands, results, and sometimes counters
+        sizes = [max(sizes)] if kind in ("all-gather", "collective-permute") else sizes[len(sizes) // 2 :]
+    whole = sum(sizes)
+    if kind == "collective-permute":
+        return whole
+    if kind == "reduce-scatter":
+        return whole * (g - 1)
+    return whole * (g - 1) // g * (2 if kind == "all-reduce" else 1)

@@ -1,0 +1,56 @@
+"""What is read from a compiled program's text is what the program was written to send."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from north_jax.parallel import make_mesh
+from north_jax.parallel.collectives import Collective, collectives
+
+MESH = make_mesh(fsdp=4, tensor=2)
+WHOLE = 64 * 32 * 4
+
+
+def compiled(function, spec=("fsdp", None)):
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
+    return collectives(jax.jit(function).lower(x).compile().as_text(), MESH)
+
+
+def on_shards(function, out):
+    return jax.shard_map(
+        function, mesh=MESH, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec(*out), check_vma=False
+    )
+
+
+CASES = {
+    "all-gather": (lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), (None,), WHOLE * 3 // 4),
+    "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True), ("fsdp",), WHOLE // 4 * 3 // 4),
+    "all-reduce": (lambda x: jax.lax.psum(x, "fsdp"), (None,), 2 * WHOLE // 4 * 3 // 4),
+    "all-to-all": (lambda x: jax.lax.all_to_all(x, "fsdp", 0, 1, tiled=True), (None, "fsdp"), WHOLE // 4 * 3 // 4),
+    "collective-permute": (
+        lambda x: jax.lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]),
+        ("fsdp",),
+        WHOLE // 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_bytes_and_axes(kind):
+    function, out, sent = CASES[kind]
+    assert compiled(on_shards(function, out)) == [Collective(kind, ("fsdp",), sent, 1)]
+
+
+def test_loops_count_their_rounds():
+    def rounds(x):
+        def inner(x, _):
+            return jax.lax.psum(x, "tensor") * 0.5, None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x, None, length=5)[0], None
+
+        return jax.lax.scan(outer, x, None, length=3)[0]
+
+    (found,) = compiled(on_shards(rounds, ("fsdp",)))
+    assert (found.kind, found.axes, found.count) == ("all-reduce", ("tensor",), 15)

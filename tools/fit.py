@@ -1,0 +1,215 @@
+"""Whether a training step fits a slice of TPUs or GPUs, and what it sends: by the real compilers, without the chips.
+
+    python tools/fit.py v5p:4x4x4 --mesh fsdp=16,expert=4 --sequence 65536 --rows 64 --remat block
+    python tools/fit.py matrix --json docs/fit.json
+
+Needs `pip install -e '.[aot]'`. Compiles the very step that `run_sft` or `run_rl` takes, of the released model, in a
+process of its own, and prints, per device: parameters, optimizer state, temporaries and the peak against the memory;
+every kind of transfer with its mesh axes, bytes and rounds; FLOPs by count; a bound of the step time and of MFU.
+All of it is "fits per compiler", nothing is measured; the bound takes the chip's data sheet at its word and every
+transfer to hide behind computation. Exit code 0: fits with a tenth of the memory to spare.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # the partitioner's warnings are read from there
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for configs
+
+from configs.model.north_mini_code import get_config as released
+from north_jax.model import Decoder, ModelConfig, blocks
+from north_jax.parallel import batch_sharding, make_mesh
+from north_jax.parallel.collectives import collectives
+from north_jax.rl.learner import make_rl_objective
+from north_jax.train.flops import step_flops
+from north_jax.train.loss import SFT
+from north_jax.train.optimizer import make_optimizer, make_schedule
+from north_jax.train.step import abstract_state, make_train_step
+from pallas_kernels import aot
+
+INT, FLOAT = jnp.int32, jnp.float32
+ARRAYS = {
+    "sft": {"ids_BS": INT, "segment_ids_BS": INT, "positions_BS": INT, "weights_BS": FLOAT},
+    "rl": {
+        "ids_BS": INT, "segment_ids_BS": INT, "positions_BS": INT, "action_BS": jnp.bool_, "logp_BS": FLOAT,
+        "advantage_BS": FLOAT, "denominator_BS": FLOAT,
+    },
+}  # fmt: skip
+# Bytes/s that a device sends to its neighbours, all links together, one way, from the data sheets: Google Cloud's pages
+# of the TPUs (a TPU7x chip is two devices), NVLink 4 of an H100 or H200 within a node; 400 Gbit/s between nodes.
+LINKS = {"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "tpu7x": 600e9, "h100": 450e9, "h200": 450e9}
+BETWEEN_NODES = 50e9
+SPARE = 0.1
+# The released model in rows of 64K and 128K tokens: slice, mesh, sequence, rows, job.
+MATRIX = [
+    ("v5p:2x4x4", "fsdp=8,expert=4"),
+    ("v5p:4x4x4", "fsdp=16,expert=4"),
+    ("v6e:16x16", "fsdp=32,expert=8"),
+    ("tpu7x:4x4x4", "fsdp=32,expert=4"),
+    ("h200:1x1x8", "fsdp=2,expert=4"),
+    ("h200:1x8x8", "fsdp=16,expert=4"),
+]
+
+
+def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, rows: int, options: dict) -> dict:
+    """The figures of one step, as JSON. Raises what the compiler raises."""
+    chip, _, topology = slice_.partition(":")
+    described = aot.CHIPS[chip]
+    devices = aot.devices(chip, slice_ if described.platform == "tpu" else topology)
+    mesh = make_mesh(**sizes, devices=devices)
+    config = ModelConfig.from_hf(released().to_dict())
+    optimizer = make_optimizer(
+        make_schedule(1e-5, 100), **{k: options[k] for k in ("optimizer", "moments", "param_dtype")}
+    )
+    model = nnx.eval_shape(lambda: blocks.stack(Decoder(config, rngs=nnx.Rngs(0)), options["remat"]))
+    state = abstract_state(model, optimizer, mesh)
+    objective = SFT if job == "sft" else make_rl_objective(5.0)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, sequence), dtype, sharding=batch_sharding(mesh))
+        for name, dtype in ARRAYS[job].items()
+    }
+    step = make_train_step(objective, optimizer, mesh, accumulate=options["accumulate"])
+    with jax.set_mesh(mesh):
+        lowered = step.trace(state, batch).lower(lowering_platforms=(described.platform,))
+    started = time.monotonic()
+    compiled = lowered.compile()
+    seconds = time.monotonic() - started
+    memory = compiled.memory_analysis()
+    sent: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for one in collectives(compiled.as_text(), mesh):
+        if one.bytes:
+            total = sent[one.kind, one.axes]
+            total[0], total[1] = total[0] + one.count, total[1] + one.count * one.bytes
+    flops = step_flops(config, np.ones((rows, sequence), np.int32)) / mesh.size
+    computing = flops / described.flops
+    nodes = described.platform == "cuda" and mesh.size > 8
+    link = BETWEEN_NODES if nodes else LINKS[chip]
+    sending = sum(total for _, total in sent.values()) / link
+    return {
+        "parameters": held(state.params),
+        "optimizer": held(state.opt_state),
+        "temporaries": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+        "capacity": int(described.memory),
+        "collectives": [
+            {"kind": kind, "axes": list(axes), "rounds": count, "bytes": total}
+            for (kind, axes), (count, total) in sorted(sent.items(), key=lambda item: -item[1][1])
+        ],
+        "flops": flops,
+        "computing_seconds": computing,
+        "sending_seconds": sending,
+        "mfu_at_most": computing / max(computing, sending),
+        "compile_seconds": seconds,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def held(tree) -> int:
+    """Bytes of the arrays on a device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def figures(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: dict) -> dict:
+    """`compile_step` in a process of its own: its figures, or its error; and what the partitioner warned of."""
+    request = json.dumps([slice_, sizes_of(mesh), job, sequence, rows, options])
+    ran = subprocess.run([sys.executable, __file__, "child", "--child", request], capture_output=True, text=True)
+    cell = {"slice": slice_, "mesh": mesh, "job": job, "sequence": sequence, "rows": rows} | options
+    cell["warnings"] = ran.stderr.count("Involuntary full rematerialization")
+    if ran.returncode:
+        lines = [line for line in ran.stderr.splitlines() if "Error" in line or "RESOURCE_EXHAUSTED" in line]
+        return cell | {"error": (lines or ran.stderr.splitlines() or ["no message"])[-1][:300], "fits": False}
+    found = json.loads(ran.stdout.splitlines()[-1])
+    return cell | found | {"fits": found["peak"] <= (1 - SPARE) * found["capacity"]}
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """{"fsdp": 16, "expert": 4} of "fsdp=16,expert=4"."""
+    return {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
+
+
+def show(cell: dict) -> None:
+    """The figures of one step, in words and numbers."""
+    name = f"{cell['slice']}, {cell['mesh']}: {cell['job']}, {cell['rows']} rows of {cell['sequence']:,}"
+    name += f", remat {cell['remat']}, accumulate {cell['accumulate']}, {cell['param_dtype']} {cell['optimizer']}"
+    if "error" in cell:
+        print(f"{name}\n  does not compile: {cell['error']}")
+        return
+    gib = {k: cell[k] / 2**30 for k in ("parameters", "optimizer", "temporaries", "peak", "capacity", "host_bytes")}
+    print(
+        f"{name}\n  {'fits' if cell['fits'] else 'DOES NOT FIT'} per compiler, GiB a device: parameters"
+        f" {gib['parameters']:.2f}, optimizer {gib['optimizer']:.2f}, temporaries {gib['temporaries']:.2f}; peak"
+        f" {gib['peak']:.2f} of {gib['capacity']:.0f}"
+    )
+    for one in cell["collectives"]:
+        axes = " x ".join(one["axes"])
+        print(f"  {one['kind']:20s}{axes:22s}{one['rounds']:7,d} rounds{one['bytes'] / 2**30:10.2f} GiB sent")
+    print(
+        f"  {cell['flops'] / 1e12:,.0f} TFLOP a device: {cell['computing_seconds']:.2f} s at the chip's peak, transfers"
+        f" {cell['sending_seconds']:.2f} s at its links'; MFU at most {cell['mfu_at_most']:.0%} (bounds, not measured)"
+    )
+    print(
+        f"  {cell['warnings']} warnings of the partitioner; compiled in {cell['compile_seconds']:.0f} s with"
+        f" {gib['host_bytes']:.1f} GiB of host memory"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "slice", help="chip:topology, as v5p:4x4x4 or h200:1x8x8 (partitions x nodes x GPUs); or matrix"
+    )
+    parser.add_argument("--mesh", default="fsdp=-1", help="sizes of the mesh's axes; -1: what is left")
+    parser.add_argument("--job", choices=sorted(ARRAYS), default="sft")
+    parser.add_argument("--sequence", type=int, default=65536)
+    parser.add_argument("--rows", type=int, default=64, help="of a step, all devices together")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--remat", choices=blocks.REMAT, default="block")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--moments", default="float32")
+    parser.add_argument("--param_dtype", default="bfloat16")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures there too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.child:
+        print(json.dumps(compile_step(*json.loads(arguments.child))))
+        return
+    options = {k: getattr(arguments, k) for k in ("accumulate", "remat", "optimizer", "moments", "param_dtype")}
+    if arguments.slice == "matrix":
+        jobs = [(s, m, job, n) for s, m in MATRIX for job, n in (("sft", 65536), ("sft", 131072), ("rl", 65536))]
+        runs = [(s, m, job, n, rows_of(m), options) for s, m, job, n in jobs]
+    else:
+        chosen = arguments
+        runs = [(chosen.slice, chosen.mesh, chosen.job, chosen.sequence, chosen.rows, options)]
+    cells = []
+    for run in runs:
+        cells.append(figures(*run))
+        show(cells[-1])
+        if arguments.json:
+            versions = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
+            arguments.json.write_text(json.dumps({"versions": versions, "cells": cells}, indent=1) + "\n")
+    raise SystemExit(not all(cell["fits"] for cell in cells))
+
+
+def rows_of(mesh: str) -> int:
+    """A row for every device that rows are split over."""
+    return math.prod(size for axis, size in sizes_of(mesh).items() if axis in ("data", "fsdp", "expert"))
+
+
+if __name__ == "__main__":
+    main()
