@@ -147,7 +147,7 @@ def mixture(
     outs = on_shards(local, (rows, router, matrix, matrix, down), [("expert_mlp", *rows), rows, rows, rows])
     out_TBSD, *routing = outs(x_BSD, router_DE, gate_EDF, up_EDF, down_EFD)
     # Not jnp.sum, which would send bfloat16 as float32.
-    out_BSD = jax.lax.reduce(out_TBSD, jnp.zeros((), out_TBSD.dtype), jax.lax.add, (0,))
+    out_BSD = jax.lax.reduce_sum(out_TBSD, axes=(0,))
     return tuple(value[:B] for value in (out_BSD, *routing))
 
 

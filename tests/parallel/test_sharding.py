@@ -109,7 +109,9 @@ def test_an_axis_that_does_not_divide_is_named():
 
 def test_mesh_must_fit_the_devices():
     assert dict(make_mesh(data=-1, tensor=2).shape) == {"data": 4, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
-    with pytest.raises(ValueError, match="mesh data=3 x fsdp=1 x expert=1 x context=1 x tensor=1 does not fit 8 devices"):
+    with pytest.raises(
+        ValueError, match="mesh data=3 x fsdp=1 x expert=1 x context=1 x tensor=1 does not fit 8 devices"
+    ):
         make_mesh(data=3)
     with pytest.raises(ValueError, match="does not fit 8 devices"):
         make_mesh(data=-1, fsdp=-1)
