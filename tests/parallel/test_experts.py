@@ -1,5 +1,6 @@
 """Experts over a mesh against one device: values, gradients, what travels, and what their load is called."""
 
+import dataclasses
 import functools
 import re
 
@@ -155,6 +156,26 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
         params = jax.device_put(params, parameter_shardings(mesh, params))
         found = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(batch, batch_sharding(mesh)))
     close(found, expected)
+
+
+def test_on_tpus_every_part_is_our_kernels_on_a_mesh():
+    """A kernel that is not on its device's part alone does not lower at all: the compiler cannot split it."""
+    config = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=128, num_hidden_layers=2)
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe="grouped")))
+    shardings = parameter_shardings(mesh, params)
+    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
+    ids = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=batch_sharding(mesh))
+    batch = {name: ids for name in ("ids_BS", "segment_ids_BS", "positions_BS", "weights_BS")}
+
+    def loss(params, batch):
+        return sft_loss(nnx.merge(graph, params), batch)[0]
+
+    with jax.set_mesh(mesh):
+        text = jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(params, batch).mlir_module()
+    names = set(re.findall(r'kernel_name = "(\w+)"', text))
+    parts = ("gated_forward", "gated_dx", "gated_dw", "grouped_forward", "grouped_dx", "grouped_dw")
+    assert names >= {*parts, "loss_head_forward", "loss_head_dx", "loss_head_dw"}
 
 
 TOKENS, WIDTH, EXPERTS = 256, 128, 32  # a device's tokens, one row; model and expert width
