@@ -20,7 +20,6 @@ def needs_compiler(chip: str) -> None:
 # name -> the bytes that a collective over G devices sends, from the bytes that go in and come out of each.
 SENT = {
     "all-gather": lambda G, given, taken: taken - given,
-    "all-reduce": lambda G, given, taken: 2 * given * (G - 1) // G,
     "reduce-scatter": lambda G, given, taken: given - taken,
     "all-to-all": lambda G, given, taken: given * (G - 1) // G,
     "ragged-all-to-all": lambda G, given, taken: min(given, taken),  # at most: every row to other devices
@@ -29,9 +28,17 @@ BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
-    """(name, the shapes before it: what goes in, then what comes out) of those that a compiled text has."""
+    """(name, the shapes before it: what goes in, then what comes out) of those that a compiled text has.
+
+    Those in SENT: all-reduces are what `reduced` finds.
+    """
     names = "|".join(sorted(SENT, key=len, reverse=True))
     return [(name, shapes) for shapes, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)]
+
+
+def reduced(text: str) -> list[str]:
+    """The shapes of the all-reduces of a compiled text, in order."""
+    return sorted(shapes for shapes in re.findall(r"= (.*?) all-reduce(?:-start)?\(", text))
 
 
 def bytes_sent(text: str, devices: int, names: Collection[str] = tuple(SENT)) -> int:
