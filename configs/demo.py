@@ -45,9 +45,11 @@ def get_config() -> ConfigDict:
             "sliding_window": 64,
             "max_position_embeddings": 512,
             "initializer_range": 0.06,
-            # Backends: of pallas_kernels.attention, and how experts are computed (north_jax.model.Decoder).
+            # Backends: of pallas_kernels.attention, how experts are computed, and how tokens get to those of other
+            # devices (north_jax.model.Decoder).
             "attention": "auto",
             "moe": "auto",
+            "exchange": "auto",
         }
     )
     c.vocab_size = 560

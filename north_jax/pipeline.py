@@ -120,7 +120,7 @@ def sft_examples(demonstrations: list[dict], chat: ChatFormat) -> list[Example]:
     return examples
 
 
-BACKENDS = ("attention", "moe")  # of config.model: how the decoder computes, which no checkpoint holds
+BACKENDS = ("attention", "moe", "exchange")  # of config.model: how the decoder computes, which no checkpoint holds
 
 
 def model_config(config: ConfigDict, tokenizer: Tokenizer) -> ModelConfig:

@@ -14,6 +14,7 @@ from flax import nnx
 from north_jax.model import attention, blocks, moe, norm, rope
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
+from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
@@ -91,46 +92,52 @@ class DenseMLP(nnx.Module):
 class MoE(nnx.Module):
     """The router and its experts, stacked over E."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype, kind: str):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype, kind: str, exchange: str):
         D, E, F = config.hidden_size, config.num_experts, config.intermediate_size
         new = functools.partial(_param, rngs, scale=config.initializer_range, dtype=dtype)
         self.router_DE = new((D, E), ("embed", "router"))
         self.gate_EDF = new((E, D, F), ("expert", "embed", "expert_mlp"))
         self.up_EDF = new((E, D, F), ("expert", "embed", "expert_mlp"))
         self.down_EFD = new((E, F, D), ("expert", "expert_mlp", "embed"))
-        self.config, self.kind = config, kind
+        self.config, self.kind, self.exchange = config, kind, exchange
 
     def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> jax.Array:
         """The experts' contribution to the residual."""
         config = self.config
-        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-        logits_NE = jnp.einsum("ND,DE->NE", x_ND, self.router_DE[...], preferred_element_type=jnp.float32)
-        weights_NE, indices_NC = moe.route(
-            logits_NE, config.num_experts_per_tok, config.expert_selection_fn, config.norm_topk_prob
+        choose = functools.partial(
+            moe.route,
+            chosen=config.num_experts_per_tok,
+            selection=config.expert_selection_fn,
+            normalise=config.norm_topk_prob,
         )
-        experts = self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...]
+        router_DE, experts = self.router_DE[...], (self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...])
         if self.kind == "dense":
-            out_ND = moe.experts_dense(x_ND, weights_NE, *experts)
+            B, S, D = x_BSD.shape
+            x_ND = x_BSD.reshape(-1, D)
+            logits_NE = moe.router_logits(x_ND, router_DE)
+            weights_NE, indices_NC = choose(logits_NE)
+            out_BSD = moe.experts_dense(x_ND, weights_NE, *experts).reshape(B, S, D)
+            weights_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
+            routing = (value.reshape(B, S, -1) for value in (logits_NE, weights_NC, indices_NC))
         else:
             backend = "auto" if self.kind == "grouped" else self.kind
-            out_ND = moe.experts_grouped(x_ND, weights_NE, indices_NC, *experts, backend=backend)
+            out_BSD, *routing = moe.mixture(x_BSD, router_DE, *experts, choose, backend=backend, method=self.exchange)
         if trace is not None:
-            B, S, _ = x_BSD.shape
-            chosen_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
-            trace[f"{prefix}/router_logits"] = logits_NE.reshape(B, S, -1)
-            trace[f"{prefix}/router_probs"] = jax.nn.sigmoid(logits_NE).reshape(B, S, -1)
-            trace[f"{prefix}/router_topk_weights"] = chosen_NC.reshape(B, S, -1)
-            trace[f"{prefix}/router_topk_indices"] = indices_NC.reshape(B, S, -1)
-        return out_ND.reshape(x_BSD.shape)
+            logits_BSE, weights_BSC, indices_BSC = routing
+            trace[f"{prefix}/router_logits"] = logits_BSE
+            trace[f"{prefix}/router_probs"] = jax.nn.sigmoid(logits_BSE)
+            trace[f"{prefix}/router_topk_weights"] = weights_BSC
+            trace[f"{prefix}/router_topk_indices"] = indices_BSC
+        return out_BSD
 
 
 class Layer(nnx.Module):
     """One parallel block: norm, attention and feed-forward."""
 
-    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, moe_kind: str):
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, *moe_how: str):
         self.norm = Norm(config, dtype)
         self.attention = Attention(config, layer, rngs, dtype)
-        self.mlp = DenseMLP(config, rngs, dtype) if config.is_dense(layer) else MoE(config, rngs, dtype, moe_kind)
+        self.mlp = DenseMLP(config, rngs, dtype) if config.is_dense(layer) else MoE(config, rngs, dtype, *moe_how)
 
 
 class Decoder(nnx.Module):
@@ -140,6 +147,7 @@ class Decoder(nnx.Module):
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
     by that backend. "auto" is "grouped" where at most an eighth of the experts are chosen. All give the same numbers.
+    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method.
     For training, `blocks.stack` changes how the layers are kept and run.
     """
 
@@ -151,8 +159,10 @@ class Decoder(nnx.Module):
         param_dtype=jnp.float32,
         attention: str = "auto",
         moe: str = "auto",
+        exchange: str = "auto",
     ):
-        for what, name, kinds in (("attention", attention, ATTENTION_KINDS), ("moe", moe, MOE_KINDS)):
+        choices = ("attention", attention, ATTENTION_KINDS), ("moe", moe, MOE_KINDS), ("exchange", exchange, EXCHANGES)
+        for what, name, kinds in choices:
             if name not in kinds:
                 raise ValueError(f"Decoder: {what} {name!r} is not known; choose one of {', '.join(kinds)}")
         if moe == "auto":
@@ -161,7 +171,9 @@ class Decoder(nnx.Module):
         self.remat, self.repeats = "none", 1  # `blocks.stack` changes them
         shape = (config.vocab_size, config.hidden_size)
         self.embedding_VD = _param(rngs, shape, ("vocab", "embed"), config.initializer_range, param_dtype)
-        self.layers = nnx.List([Layer(config, i, rngs, param_dtype, moe) for i in range(config.num_hidden_layers)])
+        self.layers = nnx.List(
+            [Layer(config, i, rngs, param_dtype, moe, exchange) for i in range(config.num_hidden_layers)]
+        )
         self.norm = Norm(config, param_dtype)
 
     def hidden(

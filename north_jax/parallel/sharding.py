@@ -1,5 +1,6 @@
 """Logical axis -> mesh axis, in one table, and the shardings that follow from it."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,14 +24,17 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def spec(axes: Sequence[str]) -> PartitionSpec:
-    """The mesh axes of an array whose dimensions have these logical names.
+def spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """The mesh axes of an array whose dimensions have these logical names; one that has None is on all devices.
 
     Raises ValueError for an unknown name, or when two dimensions claim one mesh axis.
     """
     claimed: dict[str, str] = {}
     parts: list[tuple[str, ...] | None] = []
     for axis in axes:
+        if axis is None:
+            parts.append(None)
+            continue
         if axis not in RULES:
             raise ValueError(f"logical axis {axis!r} is not in the sharding table RULES; use one of {sorted(RULES)}")
         for mesh_axis in RULES[axis]:
@@ -70,15 +74,33 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec(("batch", "sequence")))
 
 
-def on_shards(function: Callable, in_axes: Sequence[Sequence[str]], out_axes: Sequence[str]) -> Callable:
+def on_shards(function: Callable, in_axes: Sequence[Sequence[str | None]], out_axes) -> Callable:
     """`function` run by every device on its own part of the arguments, whose dimensions have these logical names.
 
-    The mesh is the one that is set where this is traced; without one, or on one device, it is `function` itself.
+    `out_axes` are the names of what it returns, or a list of such names where it returns a tuple. The mesh is the one
+    that is set where this is traced; without one, or on one device, it is `function` itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
-    return jax.shard_map(function, in_specs=tuple(map(spec, in_axes)), out_specs=spec(out_axes), check_vma=False)
+    out_specs = tuple(map(spec, out_axes)) if isinstance(out_axes, list) else spec(out_axes)
+    return jax.shard_map(function, in_specs=tuple(map(spec, in_axes)), out_specs=out_specs, check_vma=False)
+
+
+def parts(axis: str) -> int:
+    """The number of parts that the mesh which is set here splits a logical axis into."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape.get(mesh_axis, 1) for mesh_axis in RULES[axis])
+
+
+def whole(part: jax.Array, axes: Sequence[str | None], axis: str) -> jax.Array:
+    """Inside `on_shards`: an array with these names, of which each device has a part, whole along `axis`.
+
+    An all-gather, whose gradient is a reduce-scatter: each device is left with the sum of its own part.
+    """
+    if parts(axis) == 1:
+        return part
+    return jax.lax.all_gather(part, RULES[axis], axis=axes.index(axis), tiled=True)
 
 
 def shard_model(mesh: Mesh, model: nnx.Module) -> None:

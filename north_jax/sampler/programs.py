@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -173,7 +174,14 @@ class Programs:
         # On a TPU the kernel attends, which the compiler cannot split over a mesh.
         backend = "auto" if len(cache.k[0].sharding.device_set) == 1 else "reference"
 
+        # For the layers whose devices each run their own part.
+        mesh = getattr(cache.k[0].sharding, "mesh", None)
+
         def build(key: tuple) -> Callable:
+            with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return compiled(key)
+
+        def compiled(key: tuple) -> Callable:
             function, arguments = jobs[key]
             if function is _clear:
                 return jax.jit(_clear, donate_argnums=0, out_shardings=cache_shardings).lower(cache).compile()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import loss_head
+from north_jax.train import head
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -42,15 +42,13 @@ def token_logprobs(
     """
     x_BSD = model.hidden(ids_BS, positions_BS=positions_BS, segment_ids_BS=segment_ids_BS)
 
-    # Place s predicts token s + 1; the last place predicts nothing, which `predicted_BS` takes out again. The
-    # kernels are for one device; over a mesh the compiler splits XLA's products.
-    logp_BS, _, *entropy = loss_head.token_logprobs(
+    # Place s predicts token s + 1; the last place predicts nothing, which `predicted_BS` takes out again.
+    logp_BS, _, *entropy = head.token_logprobs(
         x_BSD,
         model.embedding_VD[...],
         jnp.roll(ids_BS, -1, axis=1),
         scale=model.config.logit_scale / temperature,
         with_entropy=with_entropy,
-        backend="auto" if jax.sharding.get_abstract_mesh().size <= 1 else "xla",
     )
     predicted_BS = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
     aligned = [

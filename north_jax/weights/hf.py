@@ -69,6 +69,7 @@ def load(
     mesh: Mesh | None = None,
     attention: str = "auto",
     moe: str = "auto",
+    exchange: str = "auto",
     window_inclusive: bool = False,
     check_finite: bool = False,
 ) -> Decoder:
@@ -77,8 +78,8 @@ def load(
 
     With a mesh every parameter is laid out on it by the table of `north_jax/parallel`, and each process reads only what
     its devices hold. Parameters keep the type they have on disk unless `dtype` is given; quantised matrices come
-    dequantised. `attention`, `moe` and `window_inclusive` as in Decoder and ModelConfig. check_finite: refuse NaN and
-    infinity (in a Hugging Face folder).
+    dequantised. `attention`, `moe`, `exchange` and `window_inclusive` as in Decoder and ModelConfig. check_finite:
+    refuse NaN and infinity (in a Hugging Face folder).
 
     Host memory beside the arrays: one parameter. Raises CheckpointError, one sentence, on anything missing, left over,
     misshaped, truncated or damaged.
@@ -87,11 +88,19 @@ def load(
         from north_jax.weights import orbax_folder  # Orbax takes a second to import
 
         return orbax_folder.load(
-            path, dtype, mesh=mesh, attention=attention, moe=moe, window_inclusive=window_inclusive
+            path,
+            dtype,
+            mesh=mesh,
+            attention=attention,
+            moe=moe,
+            exchange=exchange,
+            window_inclusive=window_inclusive,
         )
     with Folder(path, check_finite=check_finite) as folder:
         config = dataclasses.replace(folder.config, window_inclusive=window_inclusive)
-        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention, moe=moe))
+        model = nnx.eval_shape(
+            lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention, moe=moe, exchange=exchange)
+        )
         entries = manifest(model)
         check(entries, {name: folder.shape(name) for name in folder.names()}, str(path))
         fill(model, entries, folder.read, folder.dtype, dtype=dtype, mesh=mesh, label=f"loading {folder.path.name}")

@@ -1,0 +1,239 @@
+"""Experts over a mesh against one device: values, gradients, what travels, and what their load is called."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import bytes_sent, collectives, needs_compiler, reduced
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from north_jax.model import Decoder, ModelConfig, moe
+from north_jax.parallel import batch_sharding, make_mesh, parameter_shardings, spec
+from north_jax.train.loss import sft_loss
+from pallas_kernels import aot
+from pallas_kernels.dispatch import METHODS
+
+B, S, D, F, E, C = 8, 8, 16, 16, 8, 2
+AXES = (
+    ("batch", "sequence", None),
+    ("embed", "router"),
+    ("expert", "embed", "expert_mlp"),
+    ("expert", "embed", "expert_mlp"),
+    ("expert", "expert_mlp", "embed"),
+)
+CHOOSE = functools.partial(moe.route, chosen=C, selection="sigmoid", normalise=False)
+
+
+@functools.cache
+def arguments(loads: str):
+    """x_BSD, whose first number is 1, so that the router's first row says which experts are preferred; the weights."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    favour = {
+        "even": [0] * E,
+        "ragged": [4, 0, 0, -99, 0, 0, 1, 0],  # nobody at expert 3, many at 0
+        "all to one device": [0] * (E - C) + [99] * C,
+        "all to one expert": [0] * (E - 1) + [99],
+    }[loads]
+    x_BSD = jax.random.normal(keys[0], (B, S, D)).at[..., 0].set(1)
+    router_DE = jax.random.normal(keys[1], (D, E)).at[0].set(jnp.asarray(favour, jnp.float32))
+    gate_EDF, up_EDF = (jax.random.normal(key, (E, D, F)) / 4 for key in keys[2:4])
+    return x_BSD, router_DE, gate_EDF, up_EDF, jax.random.normal(keys[4], (E, F, D)) / 4
+
+
+def value_and_gradients(method="auto", choose=CHOOSE):
+    """(out_BSD, indices_BSC) and the gradients, in everything, of a sum that no output leaves out."""
+
+    def loss(*arguments):
+        out_BSD, _, _, indices_BSC = moe.mixture(*arguments, choose, backend="auto", method=method)
+        return jnp.sum(jnp.sin(out_BSD + jnp.arange(D))), (out_BSD, indices_BSC)
+
+    return jax.value_and_grad(loss, argnums=range(5), has_aux=True)
+
+
+@functools.cache
+def on_one_device(loads):
+    assert jax.sharding.get_abstract_mesh().empty
+    return jax.jit(value_and_gradients())(*arguments(loads))
+
+
+def close(found, expected):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def compare(mesh, loads_of_all, **how):
+    shardings = tuple(NamedSharding(mesh, spec(axes)) for axes in AXES)
+    references = [on_one_device(loads) for loads in loads_of_all]  # before there is a mesh
+    with jax.set_mesh(mesh):
+        run = jax.jit(value_and_gradients(**how))
+        for loads, expected in zip(loads_of_all, references, strict=True):
+            close(run(*jax.device_put(arguments(loads), shardings)), expected)
+
+
+MESHES = (
+    {"data": 8},
+    {"fsdp": 8},
+    {"expert": 8},
+    {"tensor": 8},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"expert": 4, "tensor": 2},
+    {"expert": 2, "context": 2, "tensor": 2},
+)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "-".join(f"{axis}{n}" for axis, n in sizes.items()))
+def test_a_mesh_is_one_device(sizes):
+    compare(make_mesh(**sizes), ("even", "ragged", "all to one device", "all to one expert"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_several_chunks_are_one_device(method, monkeypatch):
+    monkeypatch.setattr(moe, "CHUNK_TOKENS", 5)  # of 16 tokens on a device: not three chunks, which do not divide
+    compare(make_mesh(expert=4, tensor=2), ("ragged", "all to one device"), method=method)
+
+
+def test_the_loads_are_what_they_are_called():
+    def counts(loads):
+        return np.asarray(moe.expert_counts(on_one_device(loads)[0][1][1], jnp.ones((B, S)), E))
+
+    assert counts("even").min() > 0
+    assert counts("ragged")[3] == 0 and counts("ragged")[0] > 2 * counts("ragged").mean()
+    assert (counts("all to one device") == [0] * (E - C) + [B * S] * C).all()
+    assert counts("all to one expert")[-1] == B * S
+
+
+def test_a_lone_row_is_spread_over_devices_that_split_rows():
+    """As a sampler decodes: one row, one token."""
+    x_BSD, *weights = arguments("even")
+    out, *_ = moe.mixture(x_BSD[:1, :1], *weights, CHOOSE, backend="auto", method="auto")
+    with jax.set_mesh(make_mesh(expert=4, tensor=2)):
+        run = jax.jit(lambda *a: moe.mixture(*a, CHOOSE, backend="auto", method="auto"))
+        found, *_ = run(x_BSD[:1, :1], *weights)
+    close(found, out)
+
+
+CONFIG = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=16,
+    prefix_dense_intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=8,
+    sliding_window_pattern=2,
+    initializer_range=0.2,
+)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
+def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
+    """Attention, experts and the loss head, each on its shards."""
+    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), moe="grouped"))
+    ids_BS = jax.random.randint(jax.random.key(1), (8, 24), 1, CONFIG.vocab_size)
+    segments_BS = jnp.asarray([[1] * 10 + [2] * 10 + [0] * 4] * 8)
+    batch = {
+        "ids_BS": ids_BS,
+        "segment_ids_BS": segments_BS,
+        "positions_BS": jnp.broadcast_to(jnp.arange(24), ids_BS.shape),
+        "weights_BS": (segments_BS > 0).astype(jnp.float32),
+    }
+
+    def loss(params, batch):
+        return sft_loss(nnx.merge(graph, params), batch)[0]
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, batch)
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, parameter_shardings(mesh, params))
+        found = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(batch, batch_sharding(mesh)))
+    close(found, expected)
+
+
+def test_on_tpus_every_part_is_our_kernels_on_a_mesh():
+    """A kernel that is not on its device's part alone does not lower at all: the compiler cannot split it."""
+    config = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=128, num_hidden_layers=2)
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), moe="grouped")))
+    shardings = parameter_shardings(mesh, params)
+    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
+    ids = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=batch_sharding(mesh))
+    batch = dict.fromkeys(("ids_BS", "segment_ids_BS", "positions_BS", "weights_BS"), ids)
+
+    def loss(params, batch):
+        return sft_loss(nnx.merge(graph, params), batch)[0]
+
+    with jax.set_mesh(mesh):
+        text = jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(params, batch).mlir_module()
+    names = set(re.findall(r'kernel_name = "(\w+)"', text))
+    parts = ("gated_forward", "gated_dx", "gated_dw", "grouped_forward", "grouped_dx", "grouped_dw")
+    assert names >= {*parts, "loss_head_forward", "loss_head_dx", "loss_head_dw"}
+
+
+TOKENS, WIDTH, EXPERTS = 256, 128, 32  # a device's tokens, one row; model and expert width
+
+
+@functools.cache
+def compiled_text(method, **sizes):
+    """Experts and their gradients in bfloat16, compiled for eight H100."""
+    needs_compiler("h100")
+    mesh = make_mesh(**sizes, devices=aot.devices("h100", "1x1x8"))
+    split = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    shapes = [(split, TOKENS, WIDTH), (WIDTH, EXPERTS), *[(EXPERTS, WIDTH, WIDTH)] * 3]
+    shardings = tuple(NamedSharding(mesh, spec(axes)) for axes in AXES)
+    placed = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=h) for s, h in zip(shapes, shardings, strict=True)]
+
+    def loss(*arguments):
+        out_BSD, *_ = moe.mixture(*arguments, CHOOSE, backend="auto", method=method)
+        return jnp.sum(out_BSD.astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.grad(loss, argnums=range(5)), out_shardings=shardings)
+        return run.lower(*placed).compile().as_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_travels_between_experts_is_the_exchange_and_nothing_else(method):
+    G, b = 8, 2
+    forward, backward = {
+        "ring": (
+            (G - 1) * TOKENS * (2 * WIDTH * b + C * (4 + 4)),
+            (G - 1) * TOKENS * (2 * WIDTH * b + C * 4),
+        ),
+        # All pairs for other devices: what the shapes have room for.
+        "ragged": (2 * TOKENS * C * WIDTH * b + (G - 1) * EXPERTS * 4, 2 * TOKENS * C * WIDTH * b),
+        "capacity": (
+            2 * (G - 1) * TOKENS * C * WIDTH * b + (G - 1) * TOKENS * C * 4,
+            2 * (G - 1) * TOKENS * C * WIDTH * b,
+        ),
+    }[method]
+    text = compiled_text(method, expert=G)
+    assert reduced(text) == [f"bf16[{WIDTH},{EXPERTS}]{{1,0}}"]  # the router's gradient
+    assert bytes_sent(text, G) == forward + backward
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_activations_are_gathered_but_by_ring(method):
+    """All-gathers are of the matrices over fsdp, once, and of ragged's counts; their gradients are reduce-scattered."""
+    text = compiled_text(method, fsdp=2, expert=2, tensor=2)
+    shapes = [
+        s for name, taken in collectives(text) if name == "all-gather" for s in re.findall(r"\[([\d,]+)\]", taken)
+    ]
+    tokens_gathered = any(int(size) >= TOKENS for dims in shapes for size in dims.split(","))
+    assert tokens_gathered == (method == "ring")
+    half = WIDTH * EXPERTS + 3 * (EXPERTS // 2) * WIDTH * (WIDTH // 2)  # b / 2 bytes of each number: half of it is here
+    counts = 4 * EXPERTS if method == "ragged" else 0
+    if method != "ring":
+        assert bytes_sent(text, 2, {"all-gather"}) == half + counts
+        assert bytes_sent(text, 2, {"reduce-scatter"}) == half
+    row = f"bf16[1,{TOKENS},{WIDTH}]{{2,1,0}}"  # the parts of the width, summed over tensor: once, and once in x
+    assert reduced(text) == sorted([row, row, f"bf16[{WIDTH // 2},{EXPERTS}]{{1,0}}"])
