@@ -1,6 +1,18 @@
-"""The device mesh and the one table that lays logical axes on it."""
+"""The device mesh, the one table that lays logical axes on it, and the exchange between devices that share a row."""
 
+from north_jax.parallel.context import chunk_length, to_natural, to_zigzag
 from north_jax.parallel.mesh import AXES, make_mesh
 from north_jax.parallel.sharding import batch_sharding, on_shards, parameter_shardings, shard_model, spec
 
-__all__ = ["AXES", "batch_sharding", "make_mesh", "on_shards", "parameter_shardings", "shard_model", "spec"]
+__all__ = [
+    "AXES",
+    "batch_sharding",
+    "chunk_length",
+    "make_mesh",
+    "on_shards",
+    "parameter_shardings",
+    "shard_model",
+    "spec",
+    "to_natural",
+    "to_zigzag",
+]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from north_jax.parallel import to_natural, to_zigzag
 from pallas_kernels import loss_head
 
 
@@ -25,15 +26,16 @@ def token_logprobs(
 
     # Place s predicts token s + 1; the last place predicts nothing, which `predicted_BS` takes out again. The
     # kernels are for one device; over a mesh the compiler splits XLA's products.
-    logp_BS, _, *entropy = loss_head.token_logprobs(
+    values = loss_head.token_logprobs(
         x_BSD,
         model.embedding_VD[...],
-        jnp.roll(ids_BS, -1, axis=1),
+        to_zigzag(jnp.roll(ids_BS, -1, axis=1)),
         scale=model.config.logit_scale / temperature,
         with_entropy=with_entropy,
         backend="auto" if jax.sharding.get_abstract_mesh().size <= 1 else "xla",
     )
     predicted_BS = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
+    logp_BS, _, *entropy = (to_natural(value_BS) for value_BS in values)
     aligned = [
         jnp.pad(jnp.where(predicted_BS, value_BS[:, :-1], 0.0), ((0, 0), (1, 0))) for value_BS in (logp_BS, *entropy)
     ]

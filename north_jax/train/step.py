@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from north_jax.parallel import batch_sharding, parameter_shardings
+from north_jax.parallel import batch_sharding, chunk_length, parameter_shardings
 from north_jax.train.optimizer import Optimizer, Quantised
 
 Batch = Mapping[str, jax.Array]
@@ -84,14 +84,23 @@ def _scales_sharding(scales, sharding: NamedSharding) -> NamedSharding:
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
-    """Puts this process's rows of every [B, S] host array on the mesh.
+    """Puts this process's rows, each of them whole, of every [B, S] host array on the mesh.
 
-    Raises ValueError when the rows do not divide over the devices that split the batch.
+    Raises ValueError when the rows do not divide over the devices that split the batch, or a row over those that share
+    it.
     """
     sharding = batch_sharding(mesh)
     rows = {name: array.shape[0] for name, array in batch.items()}
+    if mesh.shape["context"] > 1:
+        for array in batch.values():
+            chunk_length(array.shape[1], mesh.shape["context"])
+
+    def put(array) -> jax.Array:
+        # The second size says that the columns are whole: a process takes those of its devices.
+        return jax.make_array_from_process_local_data(sharding, array, (None, *array.shape[1:]))
+
     try:
-        return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+        return {name: put(array) for name, array in batch.items()}
     except ValueError as error:
         raise ValueError(
             f"batch of {rows} rows does not divide over mesh {dict(mesh.shape)}: make batch_rows a multiple of "
