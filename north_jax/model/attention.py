@@ -28,8 +28,8 @@ def attend_rows(
 ) -> jax.Array:
     """Attention within rows over `spans`, which lie in the window if there is one -> [B, S, H, K].
 
-    `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows, heads and, in zig-zag order
-    (`north_jax.parallel.context`), its part of every row.
+    `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows, its heads and its part of
+    every row, in zig-zag order (`north_jax.parallel.context`).
     """
     S = q_BSHK.shape[1]
 

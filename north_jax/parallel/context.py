@@ -8,14 +8,14 @@ turned.
 
 Keys and values travel, not queries: with 8 query heads to a key/value head they are the smaller part.
 
-- A sliding layer fetches the h = min(window - 1, S - L) keys before each of its two chunks (`with_halo`). The chunk
-  before a device's first is its left neighbour's first; the one before its second is its right neighbour's second, or on
-  the last device its own first. Where h > L, neighbours pass on what they got.
-- A full layer gathers all keys and values of the row (`gathered`), and its device's queries see them in one call. A ring
-  would send as many bytes. It could hide them behind the attention of each part, but between parts it reads and writes
-  the partial result, float32 and larger than the keys of a part. Here the feed-forward branch of the same block, which
-  needs no attention, is there to hide them, and the kernels skip the blocks that no query of the device sees. The price
-  is room for the keys of one row: 2 KiB a token in bfloat16.
+- A sliding layer fetches the h = min(window - 1, S - L) keys before each of its two chunks (`with_halo`). Those before a
+  device's first chunk lie in its left neighbour's first one; those before its second in its right neighbour's second
+  one, or on the last device in its own first. Where h > L, neighbours pass on what they got.
+- A full layer gathers all keys and values of the row (`gathered`), and its device's queries see them in one call. A
+  ring would send as many bytes. It could hide them behind the attention of each part, but between parts it reads and
+  writes the partial result, which is float32 and larger than the keys of a part. Here the feed-forward branch of the
+  same block, which needs no attention, is there to hide them, and the kernels skip the blocks that no query of the
+  device sees. The price is room for the keys and values of one row: 2 KiB a token for North Mini Code in bfloat16.
 
 Bytes that a device sends per layer, with B rows and G key/value heads of width K on the device, numbers of b bytes:
 
