@@ -19,6 +19,8 @@ def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) 
         return tuple(context.to_zigzag(jnp.broadcast_to(x_BS, ids_BS.shape)) for x_BS in spans)
 
     S = ids_BS.shape[1]
+    if segment_ids_BS is not None:
+        segment_ids_BS = context.whole(segment_ids_BS)
     full = kernels.spans(S, segment_ids_BS=segment_ids_BS)
     return wide(full), wide(kernels.spans(S, window=window, segment_ids_BS=segment_ids_BS))
 

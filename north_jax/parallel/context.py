@@ -8,8 +8,8 @@ turned.
 
 Keys and values travel, not queries: with 8 query heads to a key/value head they are the smaller part.
 
-- A sliding layer fetches the h = min(window - 1, S - L) keys before each of its two chunks (`with_halo`). Those before a
-  device's first chunk lie in its left neighbour's first one; those before its second in its right neighbour's second
+- A sliding layer fetches the h = min(window - 1, S - L) keys before each of its two chunks (`with_halo`). Those before
+  a device's first chunk lie in its left neighbour's first one; those before its second in its right neighbour's second
   one, or on the last device in its own first. Where h > L, neighbours pass on what they got.
 - A full layer gathers all keys and values of the row (`gathered`), and its device's queries see them in one call. A
   ring would send as many bytes. It could hide them behind the attention of each part, but between parts it reads and
@@ -51,24 +51,37 @@ def chunk_length(S: int, c: int) -> int:
     return S // chunks
 
 
+def whole(x_BS: jax.Array) -> jax.Array:
+    """x with every row whole on each of the devices that share it: what is cheap to repeat rather than to exchange."""
+    free = PartitionSpec.UNCONSTRAINED
+    return x_BS if context_size() == 1 else jax.lax.with_sharding_constraint(x_BS, PartitionSpec(free, None))
+
+
 def to_zigzag(x_BS: jax.Array) -> jax.Array:
     """Natural order along axis 1 -> zig-zag order, split over "context"; x itself where no devices share a row.
 
     Raises ValueError when the length does not divide into 2c chunks.
     """
-    c = context_size()
+    c, S = context_size(), x_BS.shape[1]
     if c == 1:
         return x_BS
-    L = chunk_length(x_BS.shape[1], c)
-    x_BnL = _placed(x_BS, None).reshape(x_BS.shape[0], 2 * c, L, *x_BS.shape[2:])
-    x_Bc2L = jnp.stack([x_BnL[:, :c], x_BnL[:, c:][:, ::-1]], axis=2)
-    return _placed(x_Bc2L.reshape(x_BS.shape), AXIS)
+    L = chunk_length(S, c)
+
+    def own(x_BS: jax.Array) -> jax.Array:
+        chunks = [jax.lax.dynamic_slice_in_dim(x_BS, start, L, axis=1) for start in chunk_starts(S)]
+        return jnp.concatenate(chunks, axis=1)
+
+    return _on_parts(own, None)(x_BS)
 
 
 def to_natural(x_BS: jax.Array) -> jax.Array:
     """The way back of `to_zigzag`: zig-zag order along axis 1 -> natural order."""
-    c = context_size()
-    return x_BS if c == 1 else _placed(_unzigzag(_placed(x_BS, None), c), AXIS)
+
+    def own(x_BS: jax.Array) -> jax.Array:
+        part = x_BS.shape[1]
+        return jax.lax.dynamic_slice_in_dim(gathered(x_BS), jax.lax.axis_index(AXIS) * part, part, axis=1)
+
+    return x_BS if context_size() == 1 else _on_parts(own, AXIS)(x_BS)
 
 
 def chunk_starts(S: int) -> jax.Array:
@@ -100,7 +113,10 @@ def with_halo(x_BSGK: jax.Array, h: int) -> jax.Array:
 
 def gathered(x_BSGK: jax.Array) -> jax.Array:
     """Under `on_shards`: the whole rows of which every device holds its part, in natural order."""
-    return _unzigzag(jax.lax.all_gather(x_BSGK, AXIS, axis=1, tiled=True), context_size())
+    c = context_size()
+    x_BSGK = jax.lax.all_gather(x_BSGK, AXIS, axis=1, tiled=True)
+    x_Bc2LGK = x_BSGK.reshape(x_BSGK.shape[0], c, 2, -1, *x_BSGK.shape[2:])
+    return jnp.concatenate([x_Bc2LGK[:, :, 0], x_Bc2LGK[:, ::-1, 1]], axis=1).reshape(x_BSGK.shape)
 
 
 def _chunk_before(x_B2L: jax.Array) -> jax.Array:
@@ -113,11 +129,7 @@ def _chunk_before(x_B2L: jax.Array) -> jax.Array:
     return jnp.stack([up, down], axis=1)
 
 
-def _unzigzag(x_BS: jax.Array, c: int) -> jax.Array:
-    x_Bc2L = x_BS.reshape(x_BS.shape[0], c, 2, -1, *x_BS.shape[2:])
-    return jnp.concatenate([x_Bc2L[:, :, 0], x_Bc2L[:, ::-1, 1]], axis=1).reshape(x_BS.shape)
-
-
-def _placed(x_BS: jax.Array, axis: str | None) -> jax.Array:
-    free = PartitionSpec.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(x_BS, PartitionSpec(free, axis, *[free] * (x_BS.ndim - 2)))
+def _on_parts(function, axis: str | None):
+    """`function` of [B, S] arrays split over this axis, to ones split over "context"; other mesh axes as they come."""
+    parts = PartitionSpec(None, axis), PartitionSpec(None, AXIS)
+    return jax.shard_map(function, in_specs=parts[:1], out_specs=parts[1], axis_names={AXIS})
