@@ -94,10 +94,14 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
     if mesh.shape["context"] > 1:
         for array in batch.values():
             chunk_length(array.shape[1], mesh.shape["context"])
+    parts = mesh.size // (mesh.shape["context"] * mesh.shape["tensor"])
+    places = sharding.addressable_devices_indices_map((parts, mesh.shape["context"])).values()
+    own = len({rows.start for rows, _ in places})
 
     def put(array) -> jax.Array:
-        # The second size says that the columns are whole: a process takes those of its devices.
-        return jax.make_array_from_process_local_data(sharding, array, (None, *array.shape[1:]))
+        # With this shape columns are whole and the same on every process, which takes those of its devices.
+        shape = array.shape[0] * parts // own, *array.shape[1:]
+        return jax.make_array_from_process_local_data(sharding, array, shape)
 
     try:
         return {name: put(array) for name, array in batch.items()}
