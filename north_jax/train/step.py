@@ -1,6 +1,7 @@
 """The train state and the one compiled step that SFT and RL share."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,7 +95,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
     if mesh.shape["context"] > 1:
         for array in batch.values():
             chunk_length(array.shape[1], mesh.shape["context"])
-    parts = mesh.size // (mesh.shape["context"] * mesh.shape["tensor"])
+    parts = math.prod(mesh.shape[axis] for axis in sharding.spec[0])
     places = sharding.addressable_devices_indices_map((parts, mesh.shape["context"])).values()
     own = len({rows.start for rows, _ in places})
 

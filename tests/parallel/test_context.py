@@ -103,6 +103,14 @@ def test_a_device_holds_an_early_chunk_and_a_late_one(c):
     assert back_BS.sharding.is_equivalent_to(batch_sharding(mesh), 2)
 
 
+@pytest.fixture
+def quickly_compiled():
+    """For programs that take seconds to compile and run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def model_results(graph):
     """(loss, hidden states in natural order), gradients."""
 
@@ -133,7 +141,7 @@ def one_device():
     ],
     ids=lambda sizes: "-".join(f"{axis}{size}" for axis, size in sizes.items()),
 )
-def test_a_model_on_shared_rows_is_the_model_on_one_device(one_device, sizes):
+def test_a_model_on_shared_rows_is_the_model_on_one_device(quickly_compiled, one_device, sizes):
     """A window of 8 in chunks of 16, 8 and 4; layers: full with positions, sliding, full without."""
     graph, params, expected = one_device
     mesh = mesh_of(**sizes)
@@ -158,9 +166,8 @@ def attention_results(window, backend):
 @functools.cache
 def compiled(window, c):
     """The same on one device by definition, and on c devices."""
-    return jax.jit(attention_results(window, "reference")), jax.jit(
-        on(mesh_of(context=c), attention_results(window, "xla"))
-    )
+    alone, shared, mesh = attention_results(window, "reference"), attention_results(window, "xla"), mesh_of(context=c)
+    return jax.jit(alone), jax.jit(on(mesh, shared), in_shardings=batch_sharding(mesh))
 
 
 @st.composite
@@ -184,7 +191,7 @@ def test_attention_over_any_documents(window, c, rows, seed):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1))
 
 
-def test_rl_takes_the_same_step_on_shared_rows():
+def test_rl_takes_the_same_step_on_shared_rows(quickly_compiled):
     """Losses see log-probabilities and entropies in natural order, beside arrays that were never turned."""
     draw = np.random.default_rng(1)
     batch = batch_of(4)
