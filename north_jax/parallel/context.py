@@ -1,4 +1,4 @@
-"""Context parallelism: one row over the c devices of the mesh axis "context", and what they tell each other.
+"""Context parallelism: a row over the c devices of the mesh axis "context", and what they tell each other.
 
 A row of S tokens is cut into 2c chunks of L = S / 2c, and device i holds chunks i and 2c - 1 - i, one after the other
 (zig-zag order). A query sees the keys before it, so every device has the same number of (query, key) pairs: an early
@@ -22,15 +22,18 @@ Bytes that a device sends per layer, with B rows and G key/value heads of width 
     sliding   4 h B G K b               whatever S is (the first and the last device send half of it)
     full      2 (1 - 1/c) S B G K b
 
-for keys and values on the way forward and as many for their gradients on the way back. A layer that is computed again
-in the backward pass (rematerialised) sends the forward bytes again.
+for keys and values on the way forward and as many for their gradients on the way back: 17 MB and 235 MB for North Mini
+Code in bfloat16, a row of 131,072 tokens on 8 devices. A layer that is computed again in the backward pass
+(rematerialised) sends the forward bytes again.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-AXIS = "context"
+from north_jax.parallel.sharding import RULES
+
+(AXIS,) = RULES["sequence"]
 
 
 def context_size() -> int:
