@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from north_jax.parallel import on_shards
+from north_jax.parallel import context, on_shards
 from pallas_kernels import attention as kernels
 
 
@@ -12,13 +12,15 @@ def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) 
 
     A key is visible when it is not later than the query, in the same run of equal segment ids and, sliding, among the
     last `window`. Order and window go by the index in the row. Padding (segment 0) sees padding only, so no query is
-    without a key.
+    without a key. Where devices share a row, spans count places of the row and lie in the zig-zag order of its queries.
     """
 
     def wide(spans) -> tuple:
-        return tuple(jnp.broadcast_to(x_BS, ids_BS.shape) for x_BS in spans)
+        return tuple(context.to_zigzag(jnp.broadcast_to(x_BS, ids_BS.shape)) for x_BS in spans)
 
     S = ids_BS.shape[1]
+    if segment_ids_BS is not None:
+        segment_ids_BS = context.whole(segment_ids_BS)
     full = kernels.spans(S, segment_ids_BS=segment_ids_BS)
     return wide(full), wide(kernels.spans(S, window=window, segment_ids_BS=segment_ids_BS))
 
@@ -28,12 +30,35 @@ def attend_rows(
 ) -> jax.Array:
     """Attention within rows over `spans`, which lie in the window if there is one -> [B, S, H, K].
 
-    `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows and heads.
+    `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows, its heads and its part of
+    every row, in zig-zag order (`north_jax.parallel.context`).
     """
+    S = q_BSHK.shape[1]
 
     def attend(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
-        return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window, backend=backend)[0]
+        if context.context_size() == 1:
+            return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window, backend=backend)[0]
+        if window is None:
+            k_BTGK, v_BTGK = context.gathered(k_BSGK), context.gathered(v_BSGK)
+            return kernels.attention(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, backend=backend)[0]
+        # The two chunks are rows of their own, whose keys begin h places before the chunk.
+        h = context.halo_length(S, window)
+        keys_NTGK = [_rows(context.with_halo(x_BSGK, h)) for x_BSGK in (k_BSGK, v_BSGK)]
+        first_21 = context.chunk_starts(S)[:, None] - h
+        spans_NL = [_rows(_chunks(x_BS) - first_21) for x_BS in (start_BS, end_BS)]
+        out_NLHK = kernels.attention(_rows(_chunks(q_BSHK)), *keys_NTGK, *spans_NL, backend=backend)[0]
+        return out_NLHK.reshape(q_BSHK.shape)
 
     queries, keys = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
     rows = ("batch", "sequence")
     return on_shards(attend, (queries, keys, keys, rows, rows), queries)(q_BSHK, k_BSGK, v_BSGK, *spans)
+
+
+def _chunks(x_BS: jax.Array) -> jax.Array:
+    """[B, S, …] -> [B, 2, L, …]: a device's part of every row as its two chunks."""
+    return x_BS.reshape(x_BS.shape[0], 2, -1, *x_BS.shape[2:])
+
+
+def _rows(x_B2L: jax.Array) -> jax.Array:
+    """[B, 2, L, …] -> [2 B, L, …]."""
+    return x_B2L.reshape(-1, *x_B2L.shape[2:])

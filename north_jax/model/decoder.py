@@ -16,6 +16,7 @@ from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
+from north_jax.parallel import to_zigzag
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
 
@@ -188,12 +189,14 @@ class Decoder(nnx.Module):
 
         A token sees the tokens before it in its row that have its segment id; segment 0 is padding, whose output means
         nothing. Without `positions_BS` every row counts from 0 (rotary positions are relative, so segments need not).
-        A `trace` dict, if given, receives the intermediate values by name.
+        A `trace` dict, if given, receives the intermediate values by name. Where devices share a row, what comes out is
+        in zig-zag order (`north_jax.parallel.context`); what goes in is not.
         """
         S = ids_BS.shape[1]
         if positions_BS is None:
             positions_BS = jnp.arange(S)[None]
         full, sliding = attention.row_spans(ids_BS, segment_ids_BS, self.config.window)
+        ids_BS, positions_BS = to_zigzag(ids_BS), to_zigzag(positions_BS)
 
         def attend(layer: Attention, q, k, v):
             spans, window = (sliding, self.config.window) if layer.sliding else (full, None)

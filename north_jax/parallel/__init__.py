@@ -1,5 +1,6 @@
-"""The device mesh and the one table that lays logical axes on it."""
+"""The device mesh, the one table that lays logical axes on it, and the exchange between devices that share a row."""
 
+from north_jax.parallel.context import chunk_length, to_natural, to_zigzag
 from north_jax.parallel.mesh import AXES, make_mesh
 from north_jax.parallel.sharding import (
     batch_sharding,
@@ -14,11 +15,14 @@ from north_jax.parallel.sharding import (
 __all__ = [
     "AXES",
     "batch_sharding",
+    "chunk_length",
     "make_mesh",
     "on_shards",
     "parameter_shardings",
     "parts",
     "shard_model",
     "spec",
+    "to_natural",
+    "to_zigzag",
     "whole",
 ]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from north_jax.parallel import to_natural, to_zigzag
 from north_jax.train import head
 
 Batch = Mapping[str, jax.Array]
@@ -43,14 +44,15 @@ def token_logprobs(
     x_BSD = model.hidden(ids_BS, positions_BS=positions_BS, segment_ids_BS=segment_ids_BS)
 
     # Place s predicts token s + 1; the last place predicts nothing, which `predicted_BS` takes out again.
-    logp_BS, _, *entropy = head.token_logprobs(
+    values = head.token_logprobs(
         x_BSD,
         model.embedding_VD[...],
-        jnp.roll(ids_BS, -1, axis=1),
+        to_zigzag(jnp.roll(ids_BS, -1, axis=1)),
         scale=model.config.logit_scale / temperature,
         with_entropy=with_entropy,
     )
     predicted_BS = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
+    logp_BS, _, *entropy = (to_natural(value_BS) for value_BS in values)
     aligned = [
         jnp.pad(jnp.where(predicted_BS, value_BS[:, :-1], 0.0), ((0, 0), (1, 0))) for value_BS in (logp_BS, *entropy)
     ]

@@ -1,6 +1,7 @@
 """The train state and the one compiled step that SFT and RL share."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from north_jax.parallel import batch_sharding, parameter_shardings
+from north_jax.parallel import batch_sharding, chunk_length, parameter_shardings
 from north_jax.train.loss import Batch, Metrics, Objective
 from north_jax.train.optimizer import SETTINGS as OPTIMIZER_SETTINGS
 from north_jax.train.optimizer import Optimizer, Quantised
@@ -104,14 +105,27 @@ def _scales_sharding(scales, sharding: NamedSharding) -> NamedSharding:
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
-    """Puts this process's rows of every [B, S] host array on the mesh.
+    """Puts this process's rows, each of them whole, of every [B, S] host array on the mesh.
 
-    Raises ValueError when the rows do not divide over the devices that split the batch.
+    Raises ValueError when the rows do not divide over the devices that split the batch, or a row over those that share
+    it.
     """
     sharding = batch_sharding(mesh)
     rows = {name: array.shape[0] for name, array in batch.items()}
+    if mesh.shape["context"] > 1:
+        for array in batch.values():
+            chunk_length(array.shape[1], mesh.shape["context"])
+    parts = math.prod(mesh.shape[axis] for axis in sharding.spec[0])
+    places = sharding.addressable_devices_indices_map((parts, mesh.shape["context"])).values()
+    own = len({rows.start for rows, _ in places})
+
+    def put(array) -> jax.Array:
+        # With this shape columns are whole and the same on every process, which takes those of its devices.
+        shape = array.shape[0] * parts // own, *array.shape[1:]
+        return jax.make_array_from_process_local_data(sharding, array, shape)
+
     try:
-        return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+        return {name: put(array) for name, array in batch.items()}
     except ValueError as error:
         raise ValueError(
             f"batch of {rows} rows does not divide over mesh {dict(mesh.shape)}: make batch_rows a multiple of "

@@ -41,7 +41,11 @@ def single():
     return train(make_mesh(devices=jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 4, "tensor": 2}, {"data": 2, "context": 4}],
+    ids=str,
+)
 def test_a_sharded_step_is_the_single_device_step(single, sizes, caplog):
     mesh = make_mesh(**sizes)
     state, history = train(mesh)
