@@ -20,7 +20,7 @@ def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) 
 
     S = ids_BS.shape[1]
     if segment_ids_BS is not None:
-        segment_ids_BS = context.whole(segment_ids_BS)
+        segment_ids_BS = context.whole_rows(segment_ids_BS)
     full = kernels.spans(S, segment_ids_BS=segment_ids_BS)
     return wide(full), wide(kernels.spans(S, window=window, segment_ids_BS=segment_ids_BS))
 

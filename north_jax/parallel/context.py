@@ -54,7 +54,7 @@ def chunk_length(S: int, c: int) -> int:
     return S // chunks
 
 
-def whole(x_BS: jax.Array) -> jax.Array:
+def whole_rows(x_BS: jax.Array) -> jax.Array:
     """x with every row whole on each of the devices that share it: what is cheap to repeat rather than to exchange."""
     free = PartitionSpec.UNCONSTRAINED
     return x_BS if context_size() == 1 else jax.lax.with_sharding_constraint(x_BS, PartitionSpec(free, None))

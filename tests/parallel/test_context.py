@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import math
+import pathlib
 import re
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +30,11 @@ from north_jax.parallel import (
     to_zigzag,
 )
 from north_jax.rl.learner import make_rl_loss
-from north_jax.train.loss import sft_loss
+from north_jax.train.loss import token_logprobs
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, shard_batch
 
+TREE = pathlib.Path(__file__).parents[2]
 TINY = ModelConfig(
     vocab_size=96,
     hidden_size=32,
@@ -116,10 +121,10 @@ def model_results(graph):
 
     def loss(params, batch):
         model = nnx.merge(graph, params)
-        x_BSD = model.hidden(
-            batch["ids_BS"], positions_BS=batch["positions_BS"], segment_ids_BS=batch["segment_ids_BS"]
-        )
-        return sft_loss(model, batch)[0], to_natural(x_BSD)
+        ids_BS, segments_BS, positions_BS = (batch[name] for name in ("ids_BS", "segment_ids_BS", "positions_BS"))
+        x_BSD = model.hidden(ids_BS, positions_BS=positions_BS, segment_ids_BS=segments_BS)
+        logp_BS = token_logprobs(model, ids_BS, segments_BS, positions_BS)
+        return -(batch["weights_BS"] * logp_BS).mean(), to_natural(x_BSD)
 
     return jax.value_and_grad(loss, has_aux=True)
 
@@ -230,13 +235,47 @@ def test_a_length_that_does_not_divide_is_refused_with_lengths_that_do():
         shard_batch({"ids_BS": np.zeros((3, 64), np.int32)}, mesh_of(data=2, context=4))
 
 
+PROCESS = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, rank := int(sys.argv[2]))
+from north_jax.parallel import make_mesh
+from north_jax.train.step import shard_batch
+x_BS = np.arange(4 * 16, dtype=np.int32).reshape(4, 16)
+# Processes that share rows pass the same ones, whole; others pass their own.
+for sizes, own in ({"context": 8}, x_BS), ({"data": 2, "context": 4}, x_BS[2 * rank :][:2]):
+    placed_BS = shard_batch({"ids_BS": own}, make_mesh(**sizes))["ids_BS"]
+    assert placed_BS.shape == x_BS.shape, placed_BS.shape
+    for shard in placed_BS.addressable_shards:
+        np.testing.assert_array_equal(shard.data, x_BS[shard.index])
+"""
+
+
+def test_every_process_places_its_part_of_the_rows():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(rank)],
+            env={"JAX_PLATFORMS": "cpu", "PATH": ""}, cwd=TREE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=200)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+
+
 def test_rows_of_their_own_cost_nothing():
     """Without a context axis the program is the one without a mesh; with other axes nothing about rows is exchanged."""
     graph, params = nnx.split(Decoder(TINY, rngs=nnx.Rngs(0), moe="dense"))
     batch = batch_of(8)
 
     def loss(params, batch):
-        return sft_loss(nnx.merge(graph, params), batch)[0]
+        fields = (batch[name] for name in ("ids_BS", "segment_ids_BS", "positions_BS"))
+        return token_logprobs(nnx.merge(graph, params), *fields).sum()
 
     plain = jax.jit(loss).lower(params, batch).as_text()
     assert jax.jit(on(mesh_of(data=1), loss)).lower(params, batch).as_text() == plain
@@ -277,7 +316,7 @@ def attention_program(S, window, c, *, H, G, K, gradient):
         return attend_rows(q, k, v, spans, window=window, backend="xla")
 
     def both(segments_BS, q, k, v, dout):
-        out, pull = jax.vjp(lambda *qkv: forward(segments_BS, *qkv), q, k, v)
+        out, pull = jax.vjp(functools.partial(forward, segments_BS), q, k, v)
         return out, pull(dout)
 
     q, k = described(QUERIES, 1, S, H, K), described(KEYS, 1, S, G, K)
@@ -319,6 +358,26 @@ def test_bytes_sent_are_the_closed_form(S, window, sizes):
     assert {kind for kind, list_ in both.items() if total(list_)} == kinds | (set() if window else {"reduce-scatter"})
     assert abs(total(*forward.values()) / expected - 1) < 0.1
     assert abs((total(*both.values()) - total(*forward.values())) / expected - 1) < 0.1
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_a_layer_computed_again_sends_the_forward_bytes_again(window):
+    """As in a loop over layers: one of its bodies goes forward, the other forward and back."""
+    mesh, S = mesh_of(context=8), 64
+
+    def loss(segments_BS, q):
+        spans = row_spans(segments_BS, segments_BS, window or 1)[window is not None]
+
+        @jax.checkpoint
+        def layer(q, _):
+            k = q[:, :, :2]
+            return attend_rows(q, k, jnp.sin(k), spans, window=window, backend="xla"), None
+
+        return jax.lax.scan(layer, q, length=3)[0].sum()
+
+    arguments = jax.device_put((jnp.ones((1, S), jnp.int32), jnp.ones((1, S, 4, 8))), batch_sharding(mesh))
+    found = sent(jax.jit(on(mesh, jax.grad(loss, 1))).lower(*arguments).compile().as_text(), 8)
+    assert total(*found.values()) == 3 * closed_form(S, window, **SMALL)
 
 
 def test_only_keys_and_values_travel():
