@@ -1,4 +1,4 @@
-"""The programs that tools compile: each operation forward and backward at its named shapes, in bfloat16."""
+"""The programs that tools compile: each operation, forward and backward, at its named shapes in bfloat16."""
 
 import functools
 from collections.abc import Callable
@@ -17,10 +17,21 @@ from pallas_kernels.grouped_matmul import tiles as grouped_tiles
 from pallas_kernels.grouped_matmul import tpu as grouped_tpu
 from pallas_kernels.grouped_matmul import work as grouped_work
 from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED
+from pallas_kernels.loss_head import tpu as loss_head_tpu
+from pallas_kernels.loss_head import work as loss_head_work
+from pallas_kernels.loss_head.shapes import NORTH as LOSS_HEAD
+from pallas_kernels.paged_attention import tpu as paged_tpu
+from pallas_kernels.paged_attention import work as paged_work
+from pallas_kernels.paged_attention.shapes import NORTH as PAGED
 
-SHAPES = {"attention": ATTENTION, "grouped_matmul": GROUPED}
+SHAPES = {"attention": ATTENTION, "grouped_matmul": GROUPED, "loss_head": LOSS_HEAD, "paged_attention": PAGED}
 # kernels(shape, platform, tiles): the work of each of our kernels, by the name it is compiled under.
-WORK = {"attention": attention_work.kernels, "grouped_matmul": grouped_work.kernels}
+WORK = {
+    "attention": attention_work.kernels,
+    "grouped_matmul": grouped_work.kernels,
+    "loss_head": loss_head_work.kernels,
+    "paged_attention": paged_work.kernels,
+}
 Program = tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]
 
 
@@ -105,17 +116,43 @@ def _grouped(shape, platform: str, differentiable: Callable, tiles, matrices: in
     return program, (_described(shape.E, dtype=jnp.int32), out, x, *[w] * matrices)
 
 
+def loss_head_program(shape, platform: str, tiles=None) -> Program | None:
+    """Log-probabilities, their log-sum-exp and entropies, and both gradients. None where it has no kernels."""
+    if platform != "tpu":
+        return None
+
+    def program(x, w, target, dlogp):
+        values, pull = jax.vjp(lambda x, w: loss_head_tpu.token_logprobs(x, w, target, 1.0, True, tiles), x, w)
+        return values, pull((dlogp, dlogp, dlogp))
+
+    numbers = _described(1, shape.N, dtype=jnp.int32), _described(1, shape.N, dtype=jnp.float32)
+    return program, (_described(1, shape.N, shape.D), _described(shape.V, shape.D), *numbers)
+
+
+def paged_attention_program(shape, platform: str, tiles=None) -> Program | None:
+    """One call over full tables of a pool that holds them all; forward only. None where it has no kernel."""
+    if platform != "tpu":
+        return None
+    pool = _described(shape.G, shape.B * shape.W, shape.P, shape.K)
+    table = _described(shape.B, shape.W, dtype=jnp.int32)
+    spans = [_described(shape.B, shape.S, dtype=jnp.int32)] * 2
+    return paged_tpu.paged_attention, (_described(shape.B, shape.S, shape.H, shape.K), pool, pool, table, *spans)
+
+
 # By operation, then by name; the names of our own begin with "ours", and tiles are ranked by the first.
 PROGRAMS = {
     "attention": {"ours": attention_program, "as jax ships it": shipped_attention_program},
     "grouped_matmul": {"ours": grouped_matmul_program, "ours, gated": gated_grouped_matmul_program},
+    "loss_head": {"ours": loss_head_program},
+    "paged_attention": {"ours": paged_attention_program},
 }
+# The operations that have tiles to rank.
 TILES = {"attention": Tiles, "grouped_matmul": grouped_tiles.Tiles}
 
 
 def tiles(op: str, chip: str):
-    """The tiles that an operation has on a chip. None: it has none of ours."""
-    if aot.CHIPS[chip].platform != "tpu":
+    """The tiles that an operation has on a chip. None: its kernel's own."""
+    if aot.CHIPS[chip].platform != "tpu" or op not in TILES:
         return None
     if op == "attention":
         return Tiles()

@@ -1,10 +1,11 @@
 """Reads the schedules and register counts that compilers write down: what is known of a kernel without running it.
 
-All of it is a static bound. A TPU kernel cannot be faster than its bundles, one a cycle; waiting for memory comes on
-top.
+All of it is a static bound. A TPU kernel cannot be faster than its bundles, one a cycle; the compiler's own schedule
+takes the cycles, and waiting for memory comes on top.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,16 @@ LEAST_BUNDLES = 300
 class Body:
     """A run of bundles without a branch in it: one pass of a loop, mostly.
 
-    mxu: the share of the matrix units' issue slots in use. spills: stores of registers that did not fit.
+    mxu: the share of the matrix units' issue slots in use. spills: stores of registers that did not fit. cycles: its
+    bundles before the compiler turned empty ones into delays, so the cycles that its own schedule takes: never fewer,
+    and how many more differs from program to program.
     """
 
     kernel: str
     bundles: int
     mxu: float
     spills: int
+    cycles: int
 
 
 def bodies(folder: pathlib.Path) -> list[Body]:
@@ -35,20 +39,31 @@ def bodies(folder: pathlib.Path) -> list[Body]:
     found = []
     for path in sorted(folder.glob("*-final_hlo-static-per-bundle-utilization.txt")):
         stamp, kernel = re.match(r"(\d+)-(.*)-\d+-final_hlo", path.name).groups()
-        (listing,) = (
-            p for p in folder.iterdir() if re.fullmatch(rf"{stamp}-{re.escape(kernel)}-\d+-final_bundles.txt", p.name)
-        )
-        lines = path.read_text().splitlines()
-        names, capacity = [name.strip() for name in lines[1].split(",")], [int(n) for n in lines[2].split()]
-        rows = [[int(n) for n in line.split()] for line in lines[4:] if re.match(r"\s*\d", line)]
-        mxu, spill = names.index("MXU"), names.index("VSTORE:SPILL")
-        cuts = [*_branches(listing), len(rows)]
-        for start, end in zip([0, *cuts], cuts, strict=False):
-            run = rows[start:end]
-            used = sum(row[mxu] for row in run)
-            if len(run) >= LEAST_BUNDLES and used:
-                share = used / (len(run) * capacity[mxu])
-                found.append(Body(kernel, len(run), share, sum(row[spill] if len(row) > spill else 0 for row in run)))
+
+        def listed(what: str, stem: str = rf"{stamp}-{re.escape(kernel)}-\d+-") -> pathlib.Path:
+            (one,) = (p for p in folder.iterdir() if re.fullmatch(stem + what, p.name))
+            return one
+
+        final = _runs(path, listed("final_bundles.txt"))
+        planned = _runs(listed("pre-delay_hlo-static-per-bundle-utilization.txt"), listed("packed-bundles-post-ra.txt"))
+        for (bundles, mxu, spills), (cycles, _, _) in zip(final, planned, strict=True):
+            if bundles >= LEAST_BUNDLES and mxu:
+                found.append(Body(kernel, bundles, mxu, spills, cycles))
+    return found
+
+
+def _runs(utilization: pathlib.Path, listing: pathlib.Path) -> list[tuple[int, float, int]]:
+    """(bundles, share of the matrix units' slots in use, spill stores) of every run without a branch in it."""
+    lines = utilization.read_text().splitlines()
+    names, capacity = [name.strip() for name in lines[1].split(",")], [int(n) for n in lines[2].split()]
+    rows = [[int(n) for n in line.split()] for line in lines[4:] if re.match(r"\s*\d", line)]
+    mxu, spill = names.index("MXU"), names.index("VSTORE:SPILL")
+    cuts = [0, *_branches(listing), len(rows)]
+    found = []
+    for run in (rows[start:end] for start, end in itertools.pairwise(cuts)):
+        used = sum(row[mxu] for row in run)
+        spills = sum(row[spill] if len(row) > spill else 0 for row in run)
+        found.append((len(run), used / (len(run) * capacity[mxu]) if used else 0.0, spills))
     return found
 
 

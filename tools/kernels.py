@@ -2,18 +2,21 @@
 
     python tools/kernels.py attention [--chips v5p v6e tpu7x] [--shape full_8k_packed] [--json=FILE]
     python tools/kernels.py grouped_matmul --shape train_8k_up
+    python tools/kernels.py loss_head --shape tokens_8k
+    python tools/kernels.py paged_attention --shape decode_full_32k decode_window
     python tools/kernels.py grouped_matmul --rank --chips v5p
     python tools/kernels.py matrix [--chips v5e h200] [--shape full_128k train_8k_up] [--json=FILE]
 
 Needs no accelerator: pip install 'north_jax[aot]'. Shapes are those of pallas_kernels/OP/shapes.py. Of each of our
 kernels: exact FLOPs, bytes that must move once, bytes with what its blocks read again, and the roofline's time from the
-chip's data sheet. On a TPU: VMEM, and per loop body its bundles (cycles, were nothing waited for), the share of the
-matrix units' slots it uses, and its spill stores; where the passes over each body are known, the bundles of the whole
-kernel, which the cores of a v5p share. Attention has two bodies a kernel, for blocks that are seen whole and blocks
-under a mask, and comes also as jax ships it (splash attention, blocks of 1024). On Hopper: registers, spilled bytes and
-shared memory. `--rank` compiles some choices of tiles for TPUs and keeps the best in pallas_kernels/OP/tuned/CHIP.json:
-the fewest bundles over the shapes given and, of those within 2 %, the fewest bytes fetched. `matrix` only compiles,
-forward and backward, and says what does.
+chip's data sheet. On a TPU: VMEM, and per loop body its bundles, the cycles that the compiler plans for them (it turns
+empty bundles into delays), the share of the matrix units' slots they use, and its spill stores; where the passes over
+each body are known, the bundles of the whole kernel, which the cores of a v5p share. Attention has two bodies a kernel,
+for blocks that are seen whole and blocks under a mask, and comes also as jax ships it (splash attention, blocks of
+1024); so has paged attention, whose figures are of full tables. On Hopper, where the loss head and paged attention have
+no kernel: registers, spilled bytes and shared memory. `--rank` compiles some choices of tiles for TPUs and keeps the
+best in pallas_kernels/OP/tuned/CHIP.json: the fewest bundles over the shapes given and, of those within 2 %, the fewest
+bytes fetched. `matrix` only compiles, forward and backward, and says what does.
 
 Every figure is a count or a static bound from the compiler's own schedule; none was measured.
 """
@@ -37,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 from pallas_kernels import aot, programs, schedule  # noqa: E402
 from pallas_kernels.programs import PROGRAMS, SHAPES, WORK  # noqa: E402
 
+TPUS = [name for name, chip in aot.CHIPS.items() if chip.platform == "tpu"]
 # What `matrix` compiles where.
 MATRIX = {
     "attention": (
@@ -44,6 +48,8 @@ MATRIX = {
         list(aot.CHIPS),
     ),
     "grouped_matmul": (["train_8k_up", "train_8k_down"], list(aot.CHIPS)),
+    "loss_head": (["tokens_8k", "tokens_32k", "tokens_128k"], TPUS),
+    "paged_attention": (["decode_full_32k", "decode_full_128k", "decode_window", "prefill_window"], TPUS),
 }
 
 
@@ -147,7 +153,8 @@ def show(chip: str, whose: str, summary: dict) -> None:
         for n, body in enumerate(kernel["bodies"]):
             passes = f"{work['passes'][n]:10,d} times" if work and "bundles" in kernel else ""
             share = f"{body['mxu']:6.0%} of MXU slots"
-            print(f"    {body['bundles']:8,d} bundles{share}{body['spills']:8,d} spill stores{passes}")
+            size = f"{body['bundles']:8,d} bundles{body['cycles']:8,d} cycles"
+            print(f"    {size}{share}{body['spills']:8,d} spill stores{passes}")
         if "bundles" in kernel:
             print(f"    static bound: {kernel['bundles'] / 1e6:,.1f} M bundles, {kernel['mxu']:.0%} of MXU slots")
 
@@ -254,10 +261,13 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(compile_here(arguments.op, arguments.child, chips[0], chosen[0], tiles)))
         return
     if arguments.rank:
+        if arguments.op not in programs.TILES:
+            parser.error(f"--rank: {arguments.op} has no choice of tiles; choose {' or '.join(programs.TILES)}")
         for chip in chips:
             write_ranking(arguments.op, chip, chosen)
         return
-    print("Forward and backward, bfloat16. Counts, and static bounds from the compilers' schedules; none was measured.")
+    print("Forward and, but for paged attention, backward, bfloat16.")
+    print("Counts, and static bounds from the compilers' schedules; none was measured.")
     figures = []
     for shape in chosen:
         print(f"\n{arguments.op}, {shape}: {shapes[shape]}")
@@ -267,6 +277,8 @@ def main(argv: list[str] | None = None) -> None:
                 if summary is not None:
                     figures.append({"op": arguments.op, "shape": shape, "chip": chip, "whose": whose, **summary})
                     show(chip, whose, summary)
+                elif whose.startswith("ours"):
+                    print(f"\n{chip}, {whose}: {arguments.op} has no kernel for it")
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions(), "figures": figures}, indent=1) + "\n")
 

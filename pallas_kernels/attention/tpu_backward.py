@@ -104,8 +104,9 @@ def _dkv_kernel(
             q_QK, do_QK = q_buf[slot, queries, lanes(h, K)], do_buf[slot, queries, lanes(h, K)]
             s_TQ = dot(k_ref[0], q_QK, ROWS_BY_ROWS) * (scale * LOG2E)
             if masked:
-                start, end = start_buf[slot, :, queries], end_buf[slot, :, queries]
-                s_TQ = jnp.where(seen(start, end, j * tiles.k, s_TQ.shape, 0), s_TQ, HIDDEN)
+                # Counted from the block's first key: a subtraction a query instead of an addition a pair.
+                start, end = (buf[slot, :, queries] - j * tiles.k for buf in (start_buf, end_buf))
+                s_TQ = jnp.where(seen(start, end, 0, s_TQ.shape, 0), s_TQ, HIDDEN)
             p_TQ = jnp.exp2(s_TQ - lse_buf[slot, pl.ds(h, 1), queries])
             dv_acc[...] += dot(p_TQ.astype(do_QK.dtype), do_QK, ROWS_BY_COLUMNS)
             dp_TQ = dot(v_ref[0], do_QK, ROWS_BY_ROWS)

@@ -25,7 +25,8 @@ class Work:
     """What one kernel has to do.
 
     flops: of its products over seen pairs. bytes: inputs and outputs, once. fetched: bytes with the blocks that its
-    schedule reads again. passes: blocks of one head that it takes whole and under a mask (empty: not known).
+    schedule reads again. passes: how often each body of its program runs, for attention blocks of one head that it
+    takes whole and under a mask (empty: not known).
     """
 
     flops: int

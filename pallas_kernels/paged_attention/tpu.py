@@ -23,6 +23,22 @@ BLOCK = 512
 MOST_QUERIES = 1024
 
 
+def pages_of(P: int, W: int, block: int) -> int:
+    """Pages of P tokens in a block of so many, where tables have W; a table may be less than a block."""
+    n = max(LANES // P, min(block // P, W))
+    return -(-n * P // LANES) * LANES // P
+
+
+def chains_of(B: int) -> int:
+    """Chains that B rows are walked in."""
+    return 2 - B % 2
+
+
+def side_by_side(M: int) -> bool:
+    """Whether the key/value heads of a block are one body, by the rows of queries of each."""
+    return M <= LANES
+
+
 def _slot(step):
     """Which of the two buffers holds a block, by its place in the chain."""
     return jax.lax.rem(step, 2)
@@ -56,7 +72,7 @@ def _kernel(
 
     def each_head(use):
         # Side by side where a head is short: they wait for each other's products less.
-        jax.lax.fori_loop(0, G, lambda g, _: use(g), None, unroll=q_ref.shape[2] <= LANES)
+        jax.lax.fori_loop(0, G, lambda g, _: use(g), None, unroll=side_by_side(q_ref.shape[2]))
 
     first, end, step, following = (of(b, column) for column in (rows.FIRST, rows.END, rows.STEP, rows.NEXT))
     m_ref[...] = jnp.full_like(m_ref, FLOOR)
@@ -119,9 +135,8 @@ def paged_attention(
         raise ValueError(f"paged_attention: the tpu backend {problem}")
     B, S, H, K = q_BSHK.shape
     G, _, P, _ = k_GXPK.shape
-    W, M, chains = table_BW.shape[1], S * H // G, 2 - B % 2
-    n = max(LANES // P, min(block // P, W))  # a table of less than a block
-    n = -(-n * P // LANES) * LANES // P
+    W, M, chains = table_BW.shape[1], S * H // G, chains_of(B)
+    n = pages_of(P, W, block)
 
     def per_query(x_BS):
         x_BSR = jnp.broadcast_to(x_BS[:, :, None], (B, S, H // G))

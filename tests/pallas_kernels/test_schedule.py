@@ -23,22 +23,27 @@ MXU, XLU, VALU, VSTORE:SPILL
 """
 
 
-def write(folder: pathlib.Path, kernel: str, rows: list[str], listing: list[str]) -> None:
+def write(folder: pathlib.Path, kernel: str, rows: list[str], branches: dict[int, str], *, delays: bool) -> None:
+    """A listing before empty bundles become delays, or after."""
+    listing = [branches.get(i, "{at}   : > {{ nop }}").format(at=hex(i)) for i in range(len(rows))]
+    utilization, bundles = ("70-final", "72-final_bundles") if delays else ("68-pre-delay", "65-packed-bundles-post-ra")
     stem = folder / f"17-{kernel}"
-    pathlib.Path(f"{stem}-70-final_hlo-static-per-bundle-utilization.txt").write_text(UTILIZATION + "\n".join(rows))
-    pathlib.Path(f"{stem}-72-final_bundles.txt").write_text("\n".join(listing))
+    pathlib.Path(f"{stem}-{utilization}_hlo-static-per-bundle-utilization.txt").write_text(
+        UTILIZATION + "\n".join(rows)
+    )
+    pathlib.Path(f"{stem}-{bundles}.txt").write_text("\n".join(listing))
 
 
 def test_bodies_are_the_runs_between_branches_that_multiply(tmp_path):
-    rows = ["0 0 0 0"] * 400 + ["3 0 1 0"] * 500 + ["2 1 1 1"] * 600 + ["4 0 0 0"] * 10
-    listing = [f"{hex(i)}   : > {{ nop }}" for i in range(len(rows))]
-    listing[400] = "0x190 LB: > { %s1 = sadd.s32 1, %s0 }"
-    listing[899] = "0x383   : > { %22 = sbr.rel (%p1) target = $region48 }"
-    listing[1499] = "0x5db   : > { %23 = sbr.rel (%p2) target = $region49 }"
-    write(tmp_path, "attention-like_kernel.1", rows, listing)
+    label, branch = "{at} LB: > {{ %s1 = sadd.s32 1, %s0 }}", "{at}   : > {{ %22 = sbr.rel (%p1) target = $region48 }}"
+    for empty in (0, 70):  # the second body has as many bundles more before they become delays
+        rows = ["0 0 0 0"] * 400 + ["3 0 1 0"] * 500 + ["2 1 1 1"] * 600 + ["4 0 0 0"] * (10 + empty)
+        rows[900:900] = ["0 0 0 0"] * empty
+        branches = {400: label, 899: branch, 1499 + empty: branch}
+        write(tmp_path, "attention-like_kernel.1", rows, branches, delays=not empty)
     assert schedule.bodies(tmp_path) == [
-        schedule.Body("attention-like_kernel.1", 500, 0.75, 0),
-        schedule.Body("attention-like_kernel.1", 600, 0.5, 600),
+        schedule.Body("attention-like_kernel.1", 500, 0.75, 0, 500),
+        schedule.Body("attention-like_kernel.1", 600, 0.5, 600, 670),
     ]
 
 
@@ -58,7 +63,7 @@ ptxas info    : Used 255 registers
 
 
 def test_bodies_add_up_where_the_passes_over_each_are_known():
-    bodies = [schedule.Body("k", 500, 0.75, 0), schedule.Body("k", 600, 0.5, 600)]
+    bodies = [schedule.Body("k", 500, 0.75, 0, 520), schedule.Body("k", 600, 0.5, 600, 600)]
     assert schedule.static_bound(bodies, (3, 2)) == (2700, pytest.approx((1500 * 0.75 + 1200 * 0.5) / 2700))
     assert schedule.static_bound(bodies, (3,)) is None
     assert schedule.static_bound([], ()) is None
@@ -98,7 +103,19 @@ def test_the_tools_programs_trace(op):
     for make in programs.PROGRAMS[op].values():
         program, arguments = make(shape, "tpu")
         values = jax.tree.leaves(jax.eval_shape(program, *arguments))
-        assert values and all(value.dtype == jnp.bfloat16 for value in values)
+        # The log-probabilities of a loss head are float32.
+        assert values and {value.dtype for value in values} <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+        assert any(value.dtype == jnp.bfloat16 for value in values)
+
+
+def test_what_has_no_kernel_for_a_gpu_has_no_program_and_no_work(tool):
+    for op, shapes in programs.SHAPES.items():
+        shape = next(iter(shapes.values()))
+        made = programs.PROGRAMS[op]["ours"](shape, "cuda")
+        assert (made is None) == (op in ("loss_head", "paged_attention"))
+        assert made or programs.WORK[op](shape, "cuda", None) == {}
+        # `matrix` names every operation, and no chip that one has no kernel for.
+        assert made or not any(aot.CHIPS[chip].platform == "cuda" for chip in tool.MATRIX[op][1])
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +131,9 @@ def test_the_tool_refuses_an_unknown_shape(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main(["attention", "--shape", "full_4k", "full_5k"])
     assert "--shape full_5k is not known; choose one of full_4k, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool.main(["loss_head", "--rank"])
+    assert "--rank: loss_head has no choice of tiles; choose attention or" in capsys.readouterr().err
     # What `matrix` names exists.
     assert all(set(shapes) <= tool.SHAPES[op].keys() for op, (shapes, _) in tool.MATRIX.items())
 

@@ -18,6 +18,11 @@ from pallas_kernels.grouped_matmul import work as grouped_work
 from pallas_kernels.grouped_matmul.schedule import computed_rows, schedule, unit_rows
 from pallas_kernels.grouped_matmul.shapes import NORTH as GROUPED
 from pallas_kernels.grouped_matmul.shapes import Shape as GroupedShape
+from pallas_kernels.loss_head import tpu as loss_head
+from pallas_kernels.loss_head import work as loss_head_work
+from pallas_kernels.loss_head.shapes import Shape as LossHeadShape
+from pallas_kernels.paged_attention import work as paged_work
+from pallas_kernels.paged_attention.shapes import Shape as PagedShape
 
 SMALL = {
     "causal": AttentionShape(S=384, H=4, G=2, K=128),
@@ -179,3 +184,48 @@ def test_at_most_five_in_a_hundred_rows_more_than_the_groups_have(name, kernel):
     multiplied = sum(n * size for n, size in zip(work.passes, sizes, strict=True))
     assert multiplied == work.rows
     assert shape.P < multiplied <= 1.05 * shape.P
+
+
+@pytest.mark.parametrize("V", [1024, 1100])
+def test_loss_head_by_tile(V):
+    shape, tiles = LossHeadShape(N=600, D=256, V=V), loss_head.Tiles(n=128, v=256, compute=128)
+    works = loss_head_work.kernels(shape, "tpu", tiles)
+    product = 2 * shape.N * shape.D * V
+    assert loss_head_work.flops(shape.N, shape.D, V) == (product, 2 * product)
+    # Both backward kernels make the logits again.
+    assert [work.flops for work in works.values()] == [product, 2 * product, 2 * product]
+    x, w, numbers = shape.N * shape.D * 2, V * shape.D * 2, 4 * shape.N * 4
+    assert [work.bytes for work in works.values()] == [x + w + numbers, 2 * x + w + numbers, x + 2 * w + numbers]
+    tokens, rows = range(0, shape.N, tiles.n), range(0, V, tiles.v)
+    visits = {
+        ragged: sum((row + tiles.v > V) == ragged for _, row in itertools.product(tokens, rows)) for ragged in (1, 0)
+    }
+    for name, once in (("loss_head_forward", x + numbers), ("loss_head_dx", 2 * x + numbers)):
+        assert works[name].fetched == once + sum(w for _ in tokens)
+        assert works[name].passes == tuple(visits[ragged] for ragged in (1, 0) if visits[ragged])
+    assert works["loss_head_dw"].fetched == 2 * w + sum(x + numbers for _ in rows)
+    assert works["loss_head_dw"].passes == (len(tokens) * len(rows),)
+    assert loss_head_work.kernels(shape, "cuda") == {}
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("S", [2, 40])
+def test_paged_attention_by_key(S, window):
+    shape = PagedShape(B=3, S=S, W=80, H=8, G=2, K=128, P=16, window=window)
+    T = shape.W * shape.P
+    last = np.arange(T - S, T)[:, None]
+    key = np.arange(T)
+    sees = (key <= last) & (True if window is None else key > last - window)
+    work = paged_work.kernels(shape, "tpu")["paged_attention"]
+    assert work.flops == 3 * sees.sum() * 8 * 4 * 128
+    pages = 3 * sees.any(0).reshape(80, 16).any(1).sum()
+    q, kept, table = 3 * S * 8 * 128 * 2, pages * 2 * 2 * 16 * 128 * 2, 3 * 80 * 4
+    assert work.bytes == 2 * q + kept + table + 3 * S * 2 * 4
+    # Of a row's spans 128 lanes a query of one key/value head, and its table with the row before it too.
+    assert work.fetched == 2 * q + kept + 2 * table + 3 * S * 2 * 4 * 4 * 128
+    blocks = np.pad(sees, ((0, 0), (0, -T % 512))).reshape(S, -1, 512)
+    some, whole = blocks.any((0, 2)).sum(), blocks.all((0, 2)).sum()
+    # Of 128 queries at most the two heads are one body.
+    heads = 1 if S == 2 else 2
+    assert work.passes == (3 * whole * heads, 3 * (some - whole) * heads)
+    assert paged_work.kernels(shape, "cuda") == {}

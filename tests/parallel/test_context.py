@@ -29,7 +29,7 @@ from north_jax.parallel import (
     to_natural,
     to_zigzag,
 )
-from north_jax.rl.learner import make_rl_loss
+from north_jax.rl.learner import make_rl_objective
 from north_jax.train.loss import token_logprobs
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, shard_batch
@@ -212,7 +212,7 @@ def test_rl_takes_the_same_step_on_shared_rows(quickly_compiled):
     found = []
     for mesh in (mesh_of(data=1), mesh_of(fsdp=2, context=4)):
         state = init_state(Decoder(TINY, rngs=nnx.Rngs(0), moe="dense"), optimizer, mesh)
-        state, metrics = make_train_step(make_rl_loss(5.0), optimizer, mesh)(state, shard_batch(batch, mesh))
+        state, metrics = make_train_step(make_rl_objective(5.0), optimizer, mesh)(state, shard_batch(batch, mesh))
         found.append((metrics, state.params))
     (expected, _), (ours, params) = found
     assert expected.keys() == ours.keys()

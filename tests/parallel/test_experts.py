@@ -149,7 +149,7 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
     }
 
     def loss(params, batch):
-        return sft_loss(nnx.merge(graph, params), batch)[0]
+        return sft_loss(nnx.merge(graph, params), batch, batch)[0]
 
     expected = jax.jit(jax.value_and_grad(loss))(params, batch)
     mesh = make_mesh(**sizes)
@@ -170,7 +170,7 @@ def test_on_tpus_every_part_is_our_kernels_on_a_mesh():
     batch = dict.fromkeys(("ids_BS", "segment_ids_BS", "positions_BS", "weights_BS"), ids)
 
     def loss(params, batch):
-        return sft_loss(nnx.merge(graph, params), batch)[0]
+        return sft_loss(nnx.merge(graph, params), batch, batch)[0]
 
     with jax.set_mesh(mesh):
         text = jax.export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])(params, batch).mlir_module()
