@@ -159,6 +159,11 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
     close(found, expected)
 
 
+def test_an_exchange_that_is_not_known_is_named():
+    with pytest.raises(ValueError, match="exchange 'mail' is not known; choose one of auto, ring, ragged, capacity"):
+        Decoder(CONFIG, rngs=nnx.Rngs(0), exchange="mail")
+
+
 def test_on_tpus_every_part_is_our_kernels_on_a_mesh():
     """A kernel that is not on its device's part alone does not lower at all: the compiler cannot split it."""
     config = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=128, num_hidden_layers=2)
