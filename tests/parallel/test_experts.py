@@ -12,8 +12,8 @@ from compilers import bytes_sent, collectives, needs_compiler, reduced
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from north_jax.model import Decoder, ModelConfig, moe
-from north_jax.parallel import batch_sharding, make_mesh, parameter_shardings, spec
+from north_jax.model import Decoder, ModelConfig, init_cache, moe, own_pages
+from north_jax.parallel import batch_sharding, make_mesh, parameter_shardings, shard_model, spec
 from north_jax.train.loss import sft_loss
 from pallas_kernels import aot
 from pallas_kernels.dispatch import METHODS
@@ -156,6 +156,18 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
     with jax.set_mesh(mesh):
         params = jax.device_put(params, parameter_shardings(mesh, params))
         found = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(batch, batch_sharding(mesh)))
+    close(found, expected)
+
+
+def test_a_samplers_step_of_one_row_is_one_devices():
+    cache, tables = init_cache(CONFIG, 8, 16), own_pages(1, 32, 16)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), moe="grouped")
+    ids, positions = jnp.asarray([[5]]), jnp.asarray([[0]])
+    expected, _ = jax.jit(lambda model: model.step(ids, positions, cache, tables))(model)
+    mesh = make_mesh(expert=2, tensor=2, devices=jax.devices()[:4])
+    shard_model(mesh, model)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        found, _ = jax.jit(lambda model: model.step(ids, positions, cache, tables))(model)
     close(found, expected)
 
 

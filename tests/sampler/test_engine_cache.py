@@ -143,8 +143,7 @@ def test_bfloat16_weights_have_bfloat16_keys(run, tiny_config):
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
 def test_a_model_on_a_mesh_is_sampled_there(run, tiny_config, sizes):
-    config, kind = dataclasses.replace(tiny_config, vocab_size=96), "grouped" if "expert" in sizes else "dense"
-    model, spread = (Decoder(config, rngs=nnx.Rngs(0), moe=moe) for moe in ("dense", kind))
+    model, spread = (Decoder(dataclasses.replace(tiny_config, vocab_size=96), rngs=nnx.Rngs(0)) for _ in range(2))
     work = [([i % 96 for i in ids], sampling) for ids, sampling in jobs(8, new=12)]
     expected = run(model, work)
     shard_model(make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]), spread)
