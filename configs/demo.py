@@ -54,6 +54,9 @@ def get_config() -> ConfigDict:
     )
     c.vocab_size = 560
 
+    # Devices: data x fsdp x expert x context x tensor; -1 is what is left (docs/meshes.md).
+    c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1})
+
     c.tasks = ConfigDict({"common": COMMON, "rare": RARE, "never": NEVER})
     c.harnesses = ("bash", "editor", "text")
     c.sandbox = "bubblewrap"  # or "docker"

@@ -153,7 +153,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
     exposure = check_templates(config)
     workdir.mkdir(parents=True, exist_ok=True)
     stage = Stages(workdir)
-    mesh = make_mesh(data=-1)
+    mesh = make_mesh(**config.mesh)
     backends = {name: config.model.get(name, "auto") for name in BACKENDS}
 
     with contextlib.ExitStack() as stack:

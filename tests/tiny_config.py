@@ -50,6 +50,7 @@ def get_config() -> ConfigDict:
         }
     )
     c.vocab_size = 400
+    c.mesh = ConfigDict({"data": -1})
     c.tasks = ConfigDict({"common": ("make_b",), "rare": ("make_a",), "never": ()})
     c.harnesses = ("bash", "text")
     c.sandbox = "bubblewrap"
