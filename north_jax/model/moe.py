@@ -95,11 +95,21 @@ def experts_grouped(
     (axis,) = RULES["expert"]
     if method == "auto":
         method = "ring" if parts("expert") <= C else "ragged"
-    chunks = next(n for n in range(max(1, N // CHUNK_TOKENS), 0, -1) if N % n == 0)
-    out_ND, _ = exchange(
-        x_ND, weights_NC, indices_NC, products, num_experts=E, axis_name=axis, method=method, chunks=chunks
-    )
-    return out_ND
+    # A loop over two chunks at a time, as one can travel while the other is multiplied. The backward pass computes a
+    # round again: exchanges hold room for every pair at one device, and saved for all rounds it would not fit.
+    rounds = next(n for n in range(-(-N // (2 * CHUNK_TOKENS)), N + 1) if N % n == 0)
+
+    def exchanged(part):
+        chunks = 2 if rounds > 1 and len(part[0]) % 2 == 0 else 1
+        return exchange(
+            *part, products, num_experts=E, axis_name=axis, method=method, chunks=chunks
+        )[0]  # fmt: skip
+
+    tokens = x_ND, weights_NC, indices_NC
+    if rounds == 1:
+        return exchanged(tokens)
+    split = tuple(x.reshape(rounds, N // rounds, -1) for x in tokens)
+    return jax.lax.map(jax.checkpoint(exchanged, prevent_cse=False), split).reshape(x_ND.shape)
 
 
 def mixture(
