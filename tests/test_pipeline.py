@@ -1,5 +1,6 @@
 """The whole line at its smallest, as a user runs it: it finishes, though every process of it is killed once."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -36,11 +37,11 @@ def children(pid: int, having: str) -> list[int]:
     while parents:
         listed = pathlib.Path(f"/proc/{parents.pop()}/task")
         for task in listed.iterdir() if listed.exists() else ():
-            for child in (task / "children").read_text().split():
-                parents.append(int(child))
-                command = pathlib.Path(f"/proc/{child}/cmdline")
-                if command.exists() and having in command.read_bytes().decode(errors="replace"):
-                    found.append(int(child))
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends while it is looked at
+                for child in (task / "children").read_text().split():
+                    parents.append(int(child))
+                    if having in pathlib.Path(f"/proc/{child}/cmdline").read_bytes().decode(errors="replace"):
+                        found.append(int(child))
     return found
 
 

@@ -101,11 +101,11 @@ def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, ro
     link = BETWEEN_NODES if nodes else LINKS[chip]
     sending = sum(total for _, total in sent.values()) / link
     return {
-        "parameters": held(state.params),
-        "optimizer": held(state.opt_state),
-        "temporaries": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
-        "capacity": int(described.memory),
+        "parameters_bytes": held(state.params),
+        "optimizer_bytes": held(state.opt_state),
+        "temporaries_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "capacity_bytes": int(described.memory),
         "collectives": [
             {"kind": kind, "axes": list(axes), "rounds": count, "bytes": total}
             for (kind, axes), (count, total) in sorted(sent.items(), key=lambda item: -item[1][1])
@@ -134,7 +134,7 @@ def figures(slice_: str, mesh: str, job: str, sequence: int, rows: int, options:
         lines = [line for line in ran.stderr.splitlines() if "Error" in line or "RESOURCE_EXHAUSTED" in line]
         return cell | {"error": (lines or ran.stderr.splitlines() or ["no message"])[-1][:300], "fits": False}
     found = json.loads(ran.stdout.splitlines()[-1])
-    return cell | found | {"fits": found["peak"] <= (1 - SPARE) * found["capacity"]}
+    return cell | found | {"fits": found["peak_bytes"] <= (1 - SPARE) * found["capacity_bytes"]}
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
@@ -149,7 +149,7 @@ def show(cell: dict) -> None:
     if "error" in cell:
         print(f"{name}\n  does not compile: {cell['error']}")
         return
-    gib = {k: cell[k] / 2**30 for k in ("parameters", "optimizer", "temporaries", "peak", "capacity", "host_bytes")}
+    gib = {name.removesuffix("_bytes"): size / 2**30 for name, size in cell.items() if name.endswith("_bytes")}
     print(
         f"{name}\n  {'fits' if cell['fits'] else 'DOES NOT FIT'} per compiler, GiB a device: parameters"
         f" {gib['parameters']:.2f}, optimizer {gib['optimizer']:.2f}, temporaries {gib['temporaries']:.2f}; peak"
@@ -164,7 +164,7 @@ def show(cell: dict) -> None:
     )
     print(
         f"  {cell['warnings']} warnings of the partitioner; compiled in {cell['compile_seconds']:.0f} s with"
-        f" {gib['host_bytes']:.1f} GiB of host memory"
+        f" {gib['host']:.1f} GiB of host memory"
     )
 
 

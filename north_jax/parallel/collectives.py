@@ -45,9 +45,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             if kind in KINDS:
                 devices = _group(rest, mesh.size)
                 found.append(Collective(kind, _axes(devices, mesh), _bytes(kind, shape, operation, devices), count))
-            rounds = 1
-            if operation == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)):
-                rounds = int(known.group(1))
+            rounds = _rounds(rest, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(rest):
                 for called in (several or one).split(", "):
                     walk(called.lstrip("%"), count * rounds)
@@ -68,17 +66,48 @@ def _computations(text: str) -> tuple[dict[str, list[tuple[str, str, str]]], str
     return computations, entry
 
 
+def _rounds(rest: str, computations: dict[str, list[tuple[str, str, str]]]) -> int:
+    """As the compiler says; else, as loops count up from 0, the one number that the condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', rest):
+        return int(known.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", rest).group(1)
+    numbers = {
+        int(rest.partition(")")[0])
+        for shape, operation, rest in computations.get(condition, ())
+        if operation == "constant" and shape.startswith("s32[]")
+    }
+    return numbers.pop() if len(numbers) == 1 else 1
+
+
 def _group(rest: str, devices: int) -> list[int]:
     """The devices of the first group, or of the first pair of a permutation."""
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", rest):
         return [int(device) for device in pairs.groups()]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return [int(device) for device in listed.group(1).split(",")]
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        return _of_axes(*named.groups())
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
         groups, sizes, order = (part and [int(n) for n in part.split(",")] for part in iota.groups())
         ids = np.arange(math.prod(sizes)).reshape(sizes)
         return (ids.transpose(order) if order else ids).reshape(groups)[0].tolist()
     return list(range(devices))
+
+
+def _of_axes(mesh: str, chosen: str) -> list[int]:
+    """The first group over axes of the compiler's own mesh; 'a':(2)4 is the part of 4 that lies below a's first 2."""
+    sizes, varies = [], []
+    for name, size in re.findall(r"('[^']+')=(\d+)", mesh):
+        above, end = 1, int(size)
+        for before, part in re.findall(rf"{name}(?::\((\d+)\)(\d+))?", chosen):
+            before, part = int(before or 1), int(part or end)
+            sizes += [before // above, part]
+            varies += [False, True]
+            above = before * part
+        sizes.append(end // above)
+        varies.append(False)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids[tuple(slice(None) if varied else 0 for varied in varies)].ravel().tolist()
 
 
 def _axes(devices: list[int], mesh: Mesh) -> tuple[str, ...]:

@@ -54,3 +54,27 @@ def test_loops_count_their_rounds():
 
     (found,) = compiled(on_shards(rounds, ("fsdp",)))
     assert (found.kind, found.axes, found.count) == ("all-reduce", ("tensor",), 15)
+
+
+@pytest.mark.parametrize(
+    "chosen, axes", [("'a'", ("fsdp",)), ("'b'", ("tensor",)), ("'a':(1)2", ("fsdp",)), ("'a','b'", ("fsdp", "tensor"))]
+)
+def test_groups_by_the_names_of_the_compilers_mesh(chosen, axes):
+    """As libtpu writes them, and loops whose rounds only their condition says."""
+    text = f"""
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %all-gather.1 = f32[8]{{0}} all-gather(%x), replica_groups=mesh['a'=4,'b'=2] {{{chosen}}}, dimensions={{0}}
+}}
+
+%condition (p: (s32[], f32[8])) -> pred[] {{
+  %constant.5 = s32[]{{:T(128)}} constant(12)
+  ROOT %lt.3 = pred[]{{:T(512)}} compare(%i, %constant.5), direction=LT
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %while.1 = (s32[]{{:T(128)}}, f32[8]{{0}}) while(%tuple.1), condition=%condition, body=%body
+}}
+"""
+    (found,) = collectives(text, MESH)
+    group = {"'a'": 4, "'b'": 2, "'a':(1)2": 2, "'a','b'": 8}[chosen]
+    assert found == Collective("all-gather", axes, 32 * (group - 1) // group, 12)
