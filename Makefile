@@ -4,7 +4,9 @@ export JAX_PLATFORMS ?= cpu
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 # Tests that compile much, start no server and measure no time: two at once.
-SIDE_BY_SIDE = tests/chat tests/data tests/model tests/pallas_kernels tests/parallel
+SIDE_BY_SIDE = tests/chat tests/data tests/model tests/pallas_kernels tests/parallel tests/train
+# The rest compiles the same few engines again and again, in many processes.
+CACHED = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/build/jax_cache
 
 .PHONY: demo test sglang lint
 
@@ -20,7 +22,7 @@ ifdef TESTS
 	.venv/bin/python -m pytest $(TESTS)
 else
 	.venv/bin/python -m pytest -n 2 $(SIDE_BY_SIDE)
-	.venv/bin/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE))
+	$(CACHED) .venv/bin/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE))
 endif
 
 # SGLang's server, in an environment of its own; DEVICE=gpu where there is one.
