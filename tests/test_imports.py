@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -72,3 +74,9 @@ def test_the_permitted_arrows_have_no_circle():
         assert free, f"circle among {sorted(left)}"
         for room in free:
             del left[room]
+
+
+def test_training_leaves_the_compilers_settings_alone():
+    """`pallas_kernels.aot` tells libtpu that there is no TPU; what runs on one must not import it."""
+    code = "import sys, north_jax.main, north_jax.rl.learner; assert 'pallas_kernels.aot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -55,7 +55,7 @@ ARRAYS = {
 LINKS = {"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "tpu7x": 600e9, "h100": 450e9, "h200": 450e9}
 BETWEEN_NODES = 50e9
 SPARE = 0.1
-# The released model in rows of 64K and 128K tokens: slice, mesh, sequence, rows, job.
+# Slices and meshes for the released model.
 MATRIX = [
     ("v5p:2x4x4", "fsdp=8,expert=4"),
     ("v5p:4x4x4", "fsdp=16,expert=4"),

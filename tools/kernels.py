@@ -47,7 +47,10 @@ MATRIX = {
         ["full_4k", "full_8k_packed", "full_32k", "full_128k", "window_32k", "window_128k"],
         list(aot.CHIPS),
     ),
-    "grouped_matmul": (["train_8k_up", "train_8k_down"], list(aot.CHIPS)),
+    "grouped_matmul": (
+        ["train_8k_up", "train_8k_down", "train_4k_up", "train_32k_up", "train_128k_up"],
+        list(aot.CHIPS),
+    ),
     "loss_head": (["tokens_8k", "tokens_32k", "tokens_128k"], TPUS),
     "paged_attention": (["decode_full_32k", "decode_full_128k", "decode_window", "prefill_window"], TPUS),
 }

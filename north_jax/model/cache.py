@@ -32,7 +32,19 @@ class Cache:
 
     def views(self, tables: "Tables", positions_BS: jax.Array, window: int) -> tuple["View", "View"]:
         """The views of (full, sliding) layers for queries at `positions_BS`."""
-        return views(tables, positions_BS, self.page_size, window)
+
+        def view(table_BW: jax.Array, first_B: jax.Array, reach: int | None) -> View:
+            W = table_BW.shape[1]
+            index_BS = positions_BS // self.page_size - first_B[:, None]
+            page_BS = jnp.take_along_axis(table_BW, jnp.clip(index_BS, 0, W - 1), axis=1)
+            held_BS = (positions_BS >= 0) & (index_BS >= 0) & (index_BS < W)
+            end_BS = positions_BS - first_B[:, None] * self.page_size + 1
+            start_BS = jnp.zeros_like(end_BS) if reach is None else end_BS - reach
+            nowhere = jnp.iinfo(jnp.int32).max
+            return View(table_BW, jnp.where(held_BS, page_BS, nowhere), positions_BS % self.page_size, start_BS, end_BS)
+
+        full = view(tables.full_BW, jnp.zeros_like(tables.first_B), None)
+        return full, view(tables.sliding_BW, tables.first_B, window)
 
     def attend(self, i: int, q_BSHK, k_BSGK, v_BSGK, view: "View", backend: str) -> tuple[jax.Array, ...]:
         """(heads_BSHK, k, v): attention in layer i, and its keys and values with the new tokens'."""
@@ -88,23 +100,6 @@ class View:
     offset_BS: jax.Array
     start_BS: jax.Array
     end_BS: jax.Array
-
-
-def views(tables: Tables, positions_BS: jax.Array, page_size: int, window: int) -> tuple[View, View]:
-    """The views of (full, sliding) layers for queries at `positions_BS`."""
-
-    def view(table_BW: jax.Array, first_B: jax.Array, reach: int | None) -> View:
-        W = table_BW.shape[1]
-        index_BS = positions_BS // page_size - first_B[:, None]
-        page_BS = jnp.take_along_axis(table_BW, jnp.clip(index_BS, 0, W - 1), axis=1)
-        held_BS = (positions_BS >= 0) & (index_BS >= 0) & (index_BS < W)
-        end_BS = positions_BS - first_B[:, None] * page_size + 1
-        start_BS = jnp.zeros_like(end_BS) if reach is None else end_BS - reach
-        nowhere = jnp.iinfo(jnp.int32).max
-        return View(table_BW, jnp.where(held_BS, page_BS, nowhere), positions_BS % page_size, start_BS, end_BS)
-
-    full = view(tables.full_BW, jnp.zeros_like(tables.first_B), None)
-    return full, view(tables.sliding_BW, tables.first_B, window)
 
 
 def write(pages_GXPK: jax.Array, new_BSGK: jax.Array, view: View, backend: str) -> jax.Array:

@@ -135,10 +135,11 @@ class MoE(nnx.Module):
 class Layer(nnx.Module):
     """One parallel block: norm, attention and feed-forward."""
 
-    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, *moe_how: str):
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, moe_kind: str, exchange: str):
         self.norm = Norm(config, dtype)
         self.attention = Attention(config, layer, rngs, dtype)
-        self.mlp = DenseMLP(config, rngs, dtype) if config.is_dense(layer) else MoE(config, rngs, dtype, *moe_how)
+        dense = config.is_dense(layer)
+        self.mlp = DenseMLP(config, rngs, dtype) if dense else MoE(config, rngs, dtype, moe_kind, exchange)
 
 
 class Decoder(nnx.Module):
@@ -148,8 +149,8 @@ class Decoder(nnx.Module):
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
     by that backend. "auto" is "grouped" where at most an eighth of the experts are chosen. All give the same numbers.
-    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method.
-    For training, `blocks.stack` changes how the layers are kept and run.
+    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method. For training,
+    `blocks.stack` changes how the layers are kept and run.
     """
 
     def __init__(

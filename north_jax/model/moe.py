@@ -101,9 +101,8 @@ def experts_grouped(
 
     def exchanged(part):
         chunks = 2 if rounds > 1 and len(part[0]) % 2 == 0 else 1
-        return exchange(
-            *part, products, num_experts=E, axis_name=axis, method=method, chunks=chunks
-        )[0]  # fmt: skip
+        out_ND, _ = exchange(*part, products, num_experts=E, axis_name=axis, method=method, chunks=chunks)
+        return out_ND
 
     tokens = x_ND, weights_NC, indices_NC
     if rounds == 1:
@@ -159,12 +158,3 @@ def mixture(
     # Not jnp.sum, which would send bfloat16 as float32.
     out_BSD = jax.lax.reduce_sum(out_TBSD, axes=(0,))
     return tuple(value[:B] for value in (out_BSD, *routing))
-
-
-def expert_counts(indices_BSC: jax.Array, counted_BS: jax.Array, experts: int) -> jax.Array:
-    """counts_E, int32: the pairs of a counted token and an expert it chose, by expert. Also of [N, C] and [N].
-
-    A compare and a sum: on a mesh each device counts its own tokens and E numbers are added over devices.
-    """
-    hit_BSCE = (indices_BSC[..., None] == jnp.arange(experts)) & counted_BS[..., None, None].astype(bool)
-    return jnp.sum(hit_BSCE, axis=tuple(range(hit_BSCE.ndim - 1)), dtype=jnp.int32)

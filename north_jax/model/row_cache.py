@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from north_jax.model.cache import Cache, Tables, gather, views, write
+from north_jax.model.cache import Cache, Tables, gather, write
 
 # Finite, so that a row that sees nothing yields a number and not NaN.
 _HIDDEN = -1e30
@@ -77,7 +77,7 @@ def copy_back(
     cache: Cache, rows: RowCache, tables: Tables, positions_BS: jax.Array, sliding: tuple[bool, ...], window: int
 ) -> Cache:
     """The cache with the rows' tokens at these positions (negative: none)."""
-    both = views(tables, positions_BS, cache.page_size, window)
+    both = cache.views(tables, positions_BS, window)
     row_B1, new_k, new_v = jnp.arange(len(positions_BS))[:, None], [], []
     for k_GXPK, v_GXPK, k_GBKT, v_GBTK, slides in zip(cache.k, cache.v, rows.k, rows.v, sliding, strict=True):
         index_BS = jnp.maximum(positions_BS - rows.offset_B[slides][:, None], 0)

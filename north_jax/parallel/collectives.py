@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 
 import numpy as np
 from jax.sharding import Mesh
@@ -21,14 +20,16 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 class Collective:
     """One instruction: `count` runs of `bytes`, which is what a device sends each time, over the mesh `axes`.
 
-    all-gather, reduce-scatter, all-to-all: the (g-1)/g of the whole array in a group of g devices (of a ragged one: of
-    its room); all-reduce: twice that; collective-permute: the array.
+    all-gather, reduce-scatter, all-to-all: the (g-1)/g of the whole array in a group of g devices; all-reduce: twice
+    that; collective-permute: the array; ragged-all-to-all: all that there is room for. `results`: type and shape of
+    what comes out.
     """
 
     kind: str
     axes: tuple[str, ...]
     bytes: int
     count: int
+    results: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def collectives(text: str, mesh: Mesh) -> list[Collective]:
@@ -44,7 +45,9 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             kind = operation.removesuffix("-start")
             if kind in KINDS:
                 devices = _group(rest, mesh.size)
-                found.append(Collective(kind, _axes(devices, mesh), _bytes(kind, shape, operation, devices), count))
+                given, results = _arrays(operation, kind, shape)
+                sent = _sent(kind, len(devices), sum(map(_size, given)), sum(map(_size, results)))
+                found.append(Collective(kind, _axes(devices, mesh), sent, count, results))
             rounds = _rounds(rest, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(rest):
                 for called in (several or one).split(", "):
@@ -115,19 +118,29 @@ def _axes(devices: list[int], mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name, place in zip(mesh.axis_names, places, strict=True) if len(set(place.tolist())) > 1)
 
 
-def _arrays(shape: str) -> Iterator[int]:
-    for dtype, sizes in _ARRAY.findall(shape):
-        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype).group())
-        yield math.prod(int(size) for size in sizes.split(",") if size) * bits // 8
+def _arrays(operation: str, kind: str, shape: str) -> tuple[tuple, tuple]:
+    """(what goes in, as far as it is said, and what comes out) of the shape that stands before an instruction."""
+    arrays = tuple((dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(shape))
+    if not operation.endswith("-start") or kind == "all-reduce":
+        return (), arrays
+    if kind == "ragged-all-to-all":  # rows, room for the result, and four tables before the result
+        return arrays[:1], arrays[-1:]
+    arrays = tuple(array for array in arrays if array != ("u32", ()))  # a permutation's counters
+    half = len(arrays) // 2
+    return arrays[:half], arrays[half:]
 
 
-def _bytes(kind: str, shape: str, operation: str, devices: list[int]) -> int:
-    sizes, g = list(_arrays(shape)), len(devices)
-    if operation.endswith("-start") and len(sizes) > 1:  # operands, results, and sometimes counters
-        sizes = [max(sizes)] if kind in ("all-gather", "collective-permute") else sizes[len(sizes) // 2 :]
-    whole = sum(sizes)
+def _size(array: tuple[str, tuple[int, ...]]) -> int:
+    dtype, shape = array
+    bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype).group())
+    return math.prod(shape) * bits // 8
+
+
+def _sent(kind: str, g: int, given: int, taken: int) -> int:
     if kind == "collective-permute":
-        return whole
+        return taken
+    if kind == "ragged-all-to-all":
+        return min(given or taken, taken)
     if kind == "reduce-scatter":
-        return whole * (g - 1)
-    return whole * (g - 1) // g * (2 if kind == "all-reduce" else 1)
+        return taken * (g - 1)
+    return taken * (g - 1) // g * (2 if kind == "all-reduce" else 1)

@@ -47,8 +47,8 @@ def rl_config(**values) -> ConfigDict:
     groups admitted and not yet released. window: the queue's W is max(1, floor(window * N)). export_every: K, learner
     steps between exports to the sampler. lr rises over `warmup` steps and stays. optimizer, moments, param_dtype,
     rounding, compute_dtype: the choices of `north_jax.train.optimizer.make_optimizer`; accumulate, remat: as in
-    `north_jax.train.sft.sft_config`. ratio_cap: absolute cap on the importance
-    ratio. row_length: tokens of a learner row, and the most a rollout may have. save_every: steps between checkpoints.
+    `north_jax.train.sft.sft_config`. ratio_cap: absolute cap on the importance ratio. row_length: tokens of a learner
+    row, and the most a rollout may have. save_every: steps between checkpoints.
     """
     config = ConfigDict(
         {
@@ -242,7 +242,8 @@ def run_rl(
                 raise KeyboardInterrupt
             wait_seconds = time.perf_counter() - waiting
             batch = make_batch(groups, config.row_length)
-            state, on_device = train_step(state, shard_batch(batch.arrays(), mesh))
+            arrays = batch.arrays()
+            state, on_device = train_step(state, shard_batch(arrays, mesh))
             logp_BS = np.asarray(on_device.pop("logp_BS"))
             values = {name: float(value) for name, value in on_device.items()}
             if not np.isfinite([values["loss"], values["grad_norm"]]).all():
@@ -269,7 +270,7 @@ def run_rl(
                 "failed_groups": after["failed"] - before["failed"],
                 "overtakes_max": after["max_overtakes"],
             }
-            flops = step_flops(model_config, batch.arrays()["segment_ids_BS"])
+            flops = step_flops(model_config, arrays["segment_ids_BS"])
             values |= utilisation(flops, now - last - wait_seconds, mesh)
             last = now
             writer.write(step, values)

@@ -5,13 +5,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from north_jax.model.config import ModelConfig
-from pallas_kernels.aot import CHIPS
+from pallas_kernels.chips import CHIPS
 
-# What `jax.Device.device_kind` calls the chips of `pallas_kernels.aot`.
+# What `jax.Device.device_kind` calls the chips of `pallas_kernels.chips`.
 _KINDS = {
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
-    "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU7x": "tpu7x",
     "NVIDIA H100": "h100",

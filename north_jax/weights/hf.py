@@ -67,18 +67,16 @@ def load(
     dtype=None,
     *,
     mesh: Mesh | None = None,
-    attention: str = "auto",
-    moe: str = "auto",
-    exchange: str = "auto",
     window_inclusive: bool = False,
     check_finite: bool = False,
+    **how: str,
 ) -> Decoder:
     """The Decoder of a Hugging Face folder (`config.json` with `model.safetensors` or shards and their index), or of an
     Orbax folder that `tools/convert.py` made of one.
 
     With a mesh every parameter is laid out on it by the table of `north_jax/parallel`, and each process reads only what
     its devices hold. Parameters keep the type they have on disk unless `dtype` is given; quantised matrices come
-    dequantised. `attention`, `moe`, `exchange` and `window_inclusive` as in Decoder and ModelConfig. check_finite:
+    dequantised. `window_inclusive` as in ModelConfig; `how` are attention, moe and exchange of Decoder. check_finite:
     refuse NaN and infinity (in a Hugging Face folder).
 
     Host memory beside the arrays: one parameter. Raises CheckpointError, one sentence, on anything missing, left over,
@@ -87,20 +85,10 @@ def load(
     if is_orbax(path):
         from north_jax.weights import orbax_folder  # Orbax takes a second to import
 
-        return orbax_folder.load(
-            path,
-            dtype,
-            mesh=mesh,
-            attention=attention,
-            moe=moe,
-            exchange=exchange,
-            window_inclusive=window_inclusive,
-        )
+        return orbax_folder.load(path, dtype, mesh=mesh, window_inclusive=window_inclusive, **how)
     with Folder(path, check_finite=check_finite) as folder:
         config = dataclasses.replace(folder.config, window_inclusive=window_inclusive)
-        model = nnx.eval_shape(
-            lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention, moe=moe, exchange=exchange)
-        )
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how))
         entries = manifest(model)
         check(entries, {name: folder.shape(name) for name in folder.names()}, str(path))
         fill(model, entries, folder.read, folder.dtype, dtype=dtype, mesh=mesh, label=f"loading {folder.path.name}")

@@ -100,15 +100,13 @@ def load(
     dtype=None,
     *,
     mesh: Mesh | None = None,
-    attention: str = "auto",
-    moe: str = "auto",
-    exchange: str = "auto",
     window_inclusive: bool = False,
+    **how: str,
 ) -> Decoder:
     """The Decoder of such a folder, on the mesh if there is one; see `hf.load`."""
     path = pathlib.Path(path)
     config = dataclasses.replace(read_config(path), window_inclusive=window_inclusive)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention, moe=moe, exchange=exchange))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how))
     stored(path, model)  # refuses what does not fit, before anything is read
     shardings = hf.shardings(model, mesh)
     sums = read_sums(path)

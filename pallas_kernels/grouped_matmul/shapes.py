@@ -17,6 +17,9 @@ class Shape:
 NORTH = {
     "train_8k_up": Shape(P=8192 * 8, D=2048, F=768, E=128),
     "train_8k_down": Shape(P=8192 * 8, D=768, F=2048, E=128),
+    "train_4k_up": Shape(P=4096 * 8, D=2048, F=768, E=128),
+    "train_32k_up": Shape(P=32768 * 8, D=2048, F=768, E=128),
+    "train_128k_up": Shape(P=131072 * 8, D=2048, F=768, E=128),
     "decode_64_up": Shape(P=64 * 8, D=2048, F=768, E=128),
     "decode_64_down": Shape(P=64 * 8, D=768, F=2048, E=128),
 }

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import bytes_sent, collectives, needs_compiler
+from compilers import needs_compiler
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from north_jax.parallel.collectives import collectives
 from pallas_kernels import aot
 from pallas_kernels.dispatch import METHODS, combine, exchange, gather, methods, sort_by_expert
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -167,8 +168,8 @@ NAMED = {
 
 
 @functools.cache
-def compiled_text(chip, method, *, differentiated, N=256, C=2, D=128, E=32):
-    """Compiled for all devices of a topology, N tokens on each. Experts without matrices: only the exchange."""
+def compiled(chip, method, *, differentiated, N=256, C=2, D=128, E=32):
+    """(text, collectives) compiled for all devices of a topology, N tokens on each. Experts have no matrices."""
     needs_compiler(chip)
     devices = aot.devices(chip, TARGETS[chip])
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "expert"))
@@ -182,16 +183,16 @@ def compiled_text(chip, method, *, differentiated, N=256, C=2, D=128, E=32):
     matrices = ((E, D, D), jnp.bfloat16), ((E, D, D), jnp.bfloat16)
     arguments = [placed(*a, BOTH) for a in tokens] + [placed(*a, P("expert")) for a in matrices]
     with jax.set_mesh(mesh):
-        return (
-            jax.jit(value_and_gradients(function) if differentiated else function).lower(*arguments).compile().as_text()
-        )
+        run = jax.jit(value_and_gradients(function) if differentiated else function)
+        text = run.lower(*arguments).compile().as_text()
+    return text, [one for one in collectives(text, mesh) if one.kind != "all-reduce"]  # of the loss, and of `dropped`
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chip", TARGETS)
 def test_compiles_with_gradients_to_its_collectives(chip, method):
-    text = compiled_text(chip, method, differentiated=True)
-    assert {name for name, _ in collectives(text)} - {"all-gather"} == NAMED[method] - {"all-gather"}
+    text, found = compiled(chip, method, differentiated=True)
+    assert {one.kind for one in found} - {"all-gather"} == NAMED[method] - {"all-gather"}
     assert "all-gather" not in NAMED[method] or "all-gather" in text
     # No scatter at all: the dispatch's own gradients gather, the exchange's exchange.
     assert not re.findall(r"(?<!reduce-)scatter\(| sort\(", text)
@@ -212,8 +213,8 @@ def test_bytes_sent_are_the_docstrings(method):
         "capacity": 2 * (G - 1) * R * D * b,
     }
     for differentiated, expected in ((False, forward[method]), (True, forward[method] + backward[method])):
-        sent = bytes_sent(compiled_text("h100", method, differentiated=differentiated), G)
-        assert sent == expected
+        _, found = compiled("h100", method, differentiated=differentiated)
+        assert sum(one.bytes for one in found) == expected
 
 
 def test_refuses_by_name():

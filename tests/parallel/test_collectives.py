@@ -39,7 +39,8 @@ CASES = {
 @pytest.mark.parametrize("kind", CASES)
 def test_bytes_and_axes(kind):
     function, out, sent = CASES[kind]
-    assert compiled(on_shards(function, out)) == [Collective(kind, ("fsdp",), sent, 1)]
+    (found,) = compiled(on_shards(function, out))
+    assert (found.kind, found.axes, found.bytes, found.count) == (kind, ("fsdp",), sent, 1)
 
 
 def test_loops_count_their_rounds():
@@ -77,4 +78,4 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 """
     (found,) = collectives(text, MESH)
     group = {"'a'": 4, "'b'": 2, "'a':(1)2": 2, "'a','b'": 8}[chosen]
-    assert found == Collective("all-gather", axes, 32 * (group - 1) // group, 12)
+    assert found == Collective("all-gather", axes, 32 * (group - 1) // group, 12, (("f32", (8,)),))

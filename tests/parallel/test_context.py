@@ -16,9 +16,10 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+from test_sharding import TINY
 
-from north_jax.model import Decoder, ModelConfig
+from north_jax.model import Decoder
 from north_jax.model.attention import attend_rows, row_spans
 from north_jax.parallel import (
     batch_sharding,
@@ -29,27 +30,13 @@ from north_jax.parallel import (
     to_natural,
     to_zigzag,
 )
+from north_jax.parallel.collectives import Collective, collectives
 from north_jax.rl.learner import make_rl_objective
 from north_jax.train.loss import token_logprobs
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, shard_batch
 
 TREE = pathlib.Path(__file__).parents[2]
-TINY = ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=16,
-    prefix_dense_intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_experts=4,
-    num_experts_per_tok=2,
-    sliding_window=8,
-    sliding_window_pattern=2,
-    initializer_range=0.2,
-)
 QUERIES, KEYS = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
 
 
@@ -285,27 +272,22 @@ def test_rows_of_their_own_cost_nothing():
 
 # What a program sends.
 
-COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-WORD = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
 
-
-def sent(hlo: str, c: int) -> dict[str, list]:
-    """Collective -> [(type, shape, bytes that a device sends)] for each in the program, by what it puts out."""
-    share = {"all-gather": 1 - 1 / c, "collective-permute": 1, "reduce-scatter": c - 1, "all-reduce": 2 * (1 - 1 / c)}
+def sent(program: jax.stages.Compiled, mesh: Mesh) -> dict[str, list[Collective]]:
+    """The collectives of each kind, but for those of integers: ids and segments, a number for each token."""
     found = {}
-    for results, kind in COLLECTIVE.findall(hlo):
-        for word, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
-            shape = tuple(map(int, sizes.split(","))) if sizes else ()
-            found.setdefault(kind, []).append((word, shape, share[kind] * WORD[word] * math.prod(shape)))
+    for one in collectives(program.as_text(), mesh):
+        if {word for word, _ in one.results} != {"s32"}:
+            found.setdefault(one.kind, []).append(one)
     return found
 
 
-def total(*lists) -> float:
-    return sum(bytes_ for list_ in lists for word, _, bytes_ in list_ if word != "s32")
+def total(*lists: list[Collective]) -> int:
+    return sum(one.bytes * one.count for list_ in lists for one in list_)
 
 
-def attention_program(S, window, c, *, H, G, K, gradient):
-    """The compiled attention of one layer on rows that c devices share."""
+def attention_sends(S, window, c, *, H, G, K, gradient):
+    """What the compiled attention of one layer sends, on rows that c devices share."""
     mesh = mesh_of(context=c)
 
     def described(axes, *shape, dtype=jnp.float32):
@@ -323,7 +305,7 @@ def attention_program(S, window, c, *, H, G, K, gradient):
     arguments = (described(("batch", "sequence"), 1, S, dtype=jnp.int32), q, k, k)
     if gradient:
         arguments += (q,)
-    return jax.jit(on(mesh, both if gradient else forward)).lower(*arguments).compile().as_text()
+    return sent(jax.jit(on(mesh, both if gradient else forward)).lower(*arguments).compile(), mesh)
 
 
 SMALL = {"c": 8, "H": 4, "G": 2, "K": 8}
@@ -350,19 +332,19 @@ def closed_form(S, window, *, c, H, G, K):
     ],
 )
 def test_bytes_sent_are_the_closed_form(S, window, sizes):
-    forward, both = (sent(attention_program(S, window, gradient=g, **sizes), sizes["c"]) for g in (False, True))
+    forward, both = (attention_sends(S, window, gradient=g, **sizes) for g in (False, True))
     expected = closed_form(S, window, **sizes)
     print(S, window, total(*forward.values()), total(*both.values()) - total(*forward.values()), expected)
     kinds = {"collective-permute"} if window else {"all-gather"}
-    assert {kind for kind, list_ in forward.items() if total(list_)} == kinds
-    assert {kind for kind, list_ in both.items() if total(list_)} == kinds | (set() if window else {"reduce-scatter"})
+    assert set(forward) == kinds
+    assert set(both) == kinds | (set() if window else {"reduce-scatter"})
     assert abs(total(*forward.values()) / expected - 1) < 0.1
     assert abs((total(*both.values()) - total(*forward.values())) / expected - 1) < 0.1
 
 
 @pytest.mark.parametrize("window", [None, 11])
 def test_a_layer_computed_again_sends_the_forward_bytes_again(window):
-    """As in a loop over layers: one of its bodies goes forward, the other forward and back."""
+    """Three layers in a loop: forward, then forward and back."""
     mesh, S = mesh_of(context=8), 64
 
     def loss(segments_BS, q):
@@ -376,8 +358,8 @@ def test_a_layer_computed_again_sends_the_forward_bytes_again(window):
         return jax.lax.scan(layer, q, length=3)[0].sum()
 
     arguments = jax.device_put((jnp.ones((1, S), jnp.int32), jnp.ones((1, S, 4, 8))), batch_sharding(mesh))
-    found = sent(jax.jit(on(mesh, jax.grad(loss, 1))).lower(*arguments).compile().as_text(), 8)
-    assert total(*found.values()) == 3 * closed_form(S, window, **SMALL)
+    found = sent(jax.jit(on(mesh, jax.grad(loss, 1))).lower(*arguments).compile(), mesh)
+    assert total(*found.values()) == 3 * 3 * closed_form(S, window, **SMALL)
 
 
 def test_only_keys_and_values_travel():
@@ -395,19 +377,18 @@ def test_only_keys_and_values_travel():
         x_BSD = nnx.merge(graph, params).hidden(batch["ids_BS"], segment_ids_BS=batch["segment_ids_BS"])
         return (x_BSD**2).sum()
 
-    found = sent(jax.jit(on(mesh, jax.grad(loss))).lower(params, batch).compile().as_text(), c)
+    found = sent(jax.jit(on(mesh, jax.grad(loss))).lower(params, batch).compile(), mesh)
     sizes = {"c": c, "H": 4, "G": 2, "K": 16}
     sliding = B * sum(closed_form(S, config.window, **sizes) for i in range(3) if config.is_sliding(i))
     full = B * sum(closed_form(S, None, **sizes) for i in range(3) if not config.is_sliding(i))
     assert sliding and full
     assert total(found.pop("collective-permute")) == 2 * sliding
-    assert total(found["all-gather"]) == total(found.pop("reduce-scatter")) == full
-    # Besides: ids and segments, in numbers of a token; and the gradients of the parameters, summed over the devices.
-    tokens = [shape for word, shape, _ in found.pop("all-gather") if word == "s32"]
-    assert tokens and set(tokens) == {(B, S)}
+    assert total(found.pop("all-gather")) == total(found.pop("reduce-scatter")) == full
+    # Besides: the gradients of the parameters, summed over the devices.
     assert set(found) == {"all-reduce"}
     parameters = {x.shape for x in jax.tree.leaves(params)}
-    assert {math.prod(shape) for _, shape, _ in found["all-reduce"]} <= {1, *map(math.prod, parameters)}
+    reduced = {math.prod(shape) for one in found["all-reduce"] for _, shape in one.results}
+    assert reduced <= {1, *map(math.prod, parameters)}
 
 
 @pytest.mark.parametrize("window", [None, 12])
