@@ -23,14 +23,25 @@ from pallas_kernels.loss_head.shapes import NORTH as LOSS_HEAD
 from pallas_kernels.paged_attention import tpu as paged_tpu
 from pallas_kernels.paged_attention import work as paged_work
 from pallas_kernels.paged_attention.shapes import NORTH as PAGED
+from pallas_kernels.rotary import rule as rotary_rule
+from pallas_kernels.rotary import tpu as rotary_tpu
+from pallas_kernels.rotary import work as rotary_work
+from pallas_kernels.rotary.shapes import NORTH as ROTARY
 
-SHAPES = {"attention": ATTENTION, "grouped_matmul": GROUPED, "loss_head": LOSS_HEAD, "paged_attention": PAGED}
+SHAPES = {
+    "attention": ATTENTION,
+    "grouped_matmul": GROUPED,
+    "loss_head": LOSS_HEAD,
+    "paged_attention": PAGED,
+    "rotary": ROTARY,
+}
 # kernels(shape, platform, tiles): the work of each of our kernels, by the name it is compiled under.
 WORK = {
     "attention": attention_work.kernels,
     "grouped_matmul": grouped_work.kernels,
     "loss_head": loss_head_work.kernels,
     "paged_attention": paged_work.kernels,
+    "rotary": rotary_work.kernels,
 }
 Program = tuple[Callable, tuple[jax.ShapeDtypeStruct, ...]]
 
@@ -139,12 +150,27 @@ def paged_attention_program(shape, platform: str, tiles=None) -> Program | None:
     return paged_tpu.paged_attention, (_described(shape.B, shape.S, shape.H, shape.K), pool, pool, table, *spans)
 
 
+def rotary_program(shape, platform: str, tiles=None) -> Program | None:
+    """The turn of one array and the turn back of its gradient, heads side by side. None where it has no kernel."""
+    if platform != "tpu":
+        return None
+
+    def program(x, dout, cos, sin):
+        x, dout = (a.reshape(1, shape.S, shape.H, shape.K) for a in (x, dout))
+        out, pull = jax.vjp(lambda x: rotary_rule.rotate(rotary_tpu.rotate, x, cos, sin), x)
+        return out.reshape(1, shape.S, -1), pull(dout)[0].reshape(1, shape.S, -1)
+
+    x, angle = _described(1, shape.S, shape.H * shape.K), _described(1, shape.S, shape.K)
+    return program, (x, x, angle, angle)
+
+
 # By operation, then by name; the names of our own begin with "ours", and tiles are ranked by the first.
 PROGRAMS = {
     "attention": {"ours": attention_program, "as jax ships it": shipped_attention_program},
     "grouped_matmul": {"ours": grouped_matmul_program, "ours, gated": gated_grouped_matmul_program},
     "loss_head": {"ours": loss_head_program},
     "paged_attention": {"ours": paged_attention_program},
+    "rotary": {"ours": rotary_program},
 }
 # The operations that have tiles to rank.
 TILES = {"attention": Tiles, "grouped_matmul": grouped_tiles.Tiles}

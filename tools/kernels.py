@@ -13,10 +13,10 @@ chip's data sheet. On a TPU: VMEM, and per loop body its bundles, the cycles tha
 empty bundles into delays), the share of the matrix units' slots they use, and its spill stores; where the passes over
 each body are known, the bundles of the whole kernel, which the cores of a v5p share. Attention has two bodies a kernel,
 for blocks that are seen whole and blocks under a mask, and comes also as jax ships it (splash attention, blocks of
-1024); so has paged attention, whose figures are of full tables. On Hopper, where the loss head and paged attention have
-no kernel: registers, spilled bytes and shared memory. `--rank` compiles some choices of tiles for TPUs and keeps the
-best in pallas_kernels/OP/tuned/CHIP.json: the fewest bundles over the shapes given and, of those within 2 %, the fewest
-bytes fetched. `matrix` only compiles, forward and backward, and says what does.
+1024); so has paged attention, whose figures are of full tables. On Hopper, where the loss head, paged attention and
+rotary positions have no kernel: registers, spilled bytes and shared memory. `--rank` compiles some choices of tiles for
+TPUs and keeps the best in pallas_kernels/OP/tuned/CHIP.json: the fewest bundles over the shapes given and, of those
+within 2 %, the fewest bytes fetched. `matrix` only compiles, forward and backward, and says what does.
 
 Every figure is a count or a static bound from the compiler's own schedule; none was measured.
 """
@@ -53,6 +53,7 @@ MATRIX = {
     ),
     "loss_head": (["tokens_8k", "tokens_32k", "tokens_128k"], TPUS),
     "paged_attention": (["decode_full_32k", "decode_full_128k", "decode_window", "prefill_window"], TPUS),
+    "rotary": (["queries_4k", "queries_32k", "queries_128k", "keys_128k"], TPUS),
 }
 
 
@@ -112,7 +113,8 @@ def inspect(op: str, whose: str, chip: str, shape: str, tiles) -> dict | None:
     registers = schedule.registers(printed)
     works = WORK[op](SHAPES[op][shape], aot.CHIPS[chip].platform, tiles) if whose.startswith("ours") else {}
     kernels = {}
-    for compiled in dict.fromkeys([*(body.kernel for body in bodies), *(r.kernel for r in registers)]):
+    own = [kernel for kernel in vmem if any(known in kernel for known in works)]  # some without products
+    for compiled in dict.fromkeys([*(body.kernel for body in bodies), *own, *(r.kernel for r in registers)]):
         name = next((known for known in (*works, *shared) if known in compiled), compiled)
         own = [body for body in bodies if body.kernel == compiled]
         found = {"bodies": [dataclasses.asdict(body) for body in own]}

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 
 from north_jax.parallel import context, on_shards
 from pallas_kernels import attention as kernels
+from pallas_kernels import rotary
+
+QUERIES, KEYS = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
 
 
 def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) -> tuple[tuple, tuple]:
@@ -49,9 +52,24 @@ def attend_rows(
         out_NLHK = kernels.attention(_rows(_chunks(q_BSHK)), *keys_NTGK, *spans_NL, backend=backend)[0]
         return out_NLHK.reshape(q_BSHK.shape)
 
-    queries, keys = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
     rows = ("batch", "sequence")
-    return on_shards(attend, (queries, keys, keys, rows, rows), queries)(q_BSHK, k_BSGK, v_BSGK, *spans)
+    return on_shards(attend, (QUERIES, KEYS, KEYS, rows, rows), QUERIES)(q_BSHK, k_BSGK, v_BSGK, *spans)
+
+
+def turn_rows(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, cos_BSK: jax.Array, sin_BSK: jax.Array, *, backend: str
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys of rows, turned to their positions by `pallas_kernels.rotary`; `backend` is attention's.
+
+    Where attention is not by our kernels for TPUs, this is neither. On a mesh every device turns what it has.
+    """
+    how = backend if backend in rotary.BACKENDS else "reference"
+
+    def turn(q_BSHK, k_BSGK, *angles):
+        return tuple(rotary.rotate(x_BSHK, *angles, backend=how) for x_BSHK in (q_BSHK, k_BSGK))
+
+    angles = ("batch", "sequence", None)
+    return on_shards(turn, (QUERIES, KEYS, angles, angles), [QUERIES, KEYS])(q_BSHK, k_BSGK, cos_BSK, sin_BSK)
 
 
 def _chunks(x_BS: jax.Array) -> jax.Array:

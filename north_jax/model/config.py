@@ -221,7 +221,7 @@ def _rope_theta(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
         if key not in ("rope_theta", "rope_type") or (key == "rope_type" and rope[key] != "default"):
             raise ValueError(
                 f"config.json: rope_parameters holds {key} = {rope[key]!r} but this decoder computes only unscaled"
-                " rotary positions (rope_type 'default'); convert the checkpoint or extend north_jax/model/rope.py"
+                " rotary positions (rope_type 'default'); convert the checkpoint or extend pallas_kernels/rotary"
             )
     if "rope_theta" not in rope:
         return raw.get("rope_theta", _ABSENT["rope_theta"])

@@ -6,17 +6,19 @@ Each parameter carries the logical name of each of its axes (`axes`); `north_jax
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from north_jax.model import attention, blocks, moe, norm, rope
+from north_jax.model import attention, blocks, moe, norm
 from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
 from north_jax.parallel import to_zigzag
+from pallas_kernels import rotary
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
 
@@ -56,8 +58,8 @@ class Attention(nnx.Module):
         self.o_HKD = new((H, K, D), ("heads", "head_dim", "embed"))
         self.sliding, self.rotary = config.is_sliding(layer), config.uses_rope(layer)
 
-    def project(self, x_BSD: jax.Array, angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, the first two turned by the `angles` (cos, sin) where the layer has positions."""
+    def project(self, x_BSD: jax.Array, turn: Callable) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, the first two by `turn`, which takes both, where the layer has positions."""
 
         def heads(w_DHK: jax.Array) -> jax.Array:
             # Flat: as an einsum over H and K, its gradient misses XLA's fast path on the CPU.
@@ -66,7 +68,7 @@ class Attention(nnx.Module):
 
         q_BSHK, k_BSGK, v_BSGK = heads(self.q_DHK[...]), heads(self.k_DGK[...]), heads(self.v_DGK[...])
         if self.rotary:
-            q_BSHK, k_BSGK = rope.rotate(q_BSHK, *angles), rope.rotate(k_BSGK, *angles)
+            q_BSHK, k_BSGK = turn(q_BSHK, k_BSGK)
         return q_BSHK, k_BSGK, v_BSGK
 
     def output(self, heads_BSHK: jax.Array) -> jax.Array:
@@ -195,15 +197,19 @@ class Decoder(nnx.Module):
         """
         S = ids_BS.shape[1]
         if positions_BS is None:
-            positions_BS = jnp.arange(S)[None]
+            positions_BS = jnp.arange(S)
         full, sliding = attention.row_spans(ids_BS, segment_ids_BS, self.config.window)
-        ids_BS, positions_BS = to_zigzag(ids_BS), to_zigzag(positions_BS)
+        angles = self._angles(to_zigzag(jnp.broadcast_to(positions_BS, ids_BS.shape)))
+        ids_BS = to_zigzag(ids_BS)
+
+        def turn(*both):
+            return attention.turn_rows(*both, *angles, backend=self.attention)
 
         def attend(layer: Attention, q, k, v):
             spans, window = (sliding, self.config.window) if layer.sliding else (full, None)
             return attention.attend_rows(q, k, v, spans, window=window, backend=self.attention)
 
-        return self._blocks(ids_BS, positions_BS, attend, trace, each=trace is not None)
+        return self._blocks(ids_BS, turn, attend, trace, each=trace is not None)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Next-token logits over the vocabulary: logit_scale * x · embeddingᵀ, float32; any leading axes."""
@@ -229,22 +235,28 @@ class Decoder(nnx.Module):
         The token at position p is written where `tables` say and sees its row's tokens up to p (in sliding layers the
         last `window` of them): these must have been fed before, and the tables must hold them and p. A token at a
         negative position is padding: nothing is written and its output means nothing. A RowCache takes one token a
-        row. `trace` as in `hidden`; `backend` as in `pallas_kernels.paged_attention`, of which only "reference" runs
-        on more than one device.
+        row. `trace` as in `hidden`; `backend` as in `pallas_kernels.paged_attention` and `rotary`, of which only
+        "reference" runs on more than one device.
         """
         full, sliding = cache.views(tables, positions_BS, self.config.window)
-        written = []
+        angles, written = self._angles(positions_BS), []
+
+        def turn(*both):
+            return [rotary.rotate(x_BSHK, *angles, backend=backend) for x_BSHK in both]
 
         def attend(layer: Attention, q, k, v):
             heads_BSHK, *both = cache.attend(len(written), q, k, v, sliding if layer.sliding else full, backend)
             written.append(both)
             return heads_BSHK
 
-        x_BSD = self._blocks(ids_BS, positions_BS, attend, trace, each=True)
+        x_BSD = self._blocks(ids_BS, turn, attend, trace, each=True)
         k, v = zip(*written, strict=True)
         return x_BSD, dataclasses.replace(cache, k=k, v=v)
 
-    def _blocks(self, ids_BS: jax.Array, positions_BS: jax.Array, attend, trace: Trace, each: bool) -> jax.Array:
+    def _angles(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rotary.angles(positions_BS, self.config.head_dim, self.config.rope_theta, self.embedding_VD.dtype)
+
+    def _blocks(self, ids_BS: jax.Array, turn, attend, trace: Trace, each: bool) -> jax.Array:
         # each: `attend` or `trace` keep what every layer gives them, so each is traced, once.
         if each and self.repeats > 1:
             raise ValueError("Decoder: stacked layers have no caches and no traces; `unstack` the model first")
@@ -254,12 +266,11 @@ class Decoder(nnx.Module):
                 trace[name] = value
 
         x_BSD = self.embedding_VD[...][ids_BS]
-        angles = rope.rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
         note("embed", x_BSD)
 
         def through(layer: Layer, x_BSD: jax.Array, name: str = "") -> jax.Array:
             normed_BSD = layer.norm(x_BSD)
-            q, k, v = layer.attention.project(normed_BSD, angles)
+            q, k, v = layer.attention.project(normed_BSD, turn)
             attn_BSD = layer.attention.output(attend(layer.attention, q, k, v))
             mlp_BSD = layer.mlp(normed_BSD, trace, name)
             x_BSD = x_BSD + attn_BSD + mlp_BSD

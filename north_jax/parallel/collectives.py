@@ -46,7 +46,11 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
             if kind in KINDS:
                 devices = _group(rest, mesh.size)
                 given, results = _arrays(operation, kind, shape)
-                sent = _sent(kind, len(devices), sum(map(_size, given)), sum(map(_size, results)))
+                taken = sum(map(_size, results))
+                if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                    # How libtpu writes a reduce-scatter: a fusion in which each device keeps its slice of a sum.
+                    kind, taken = "reduce-scatter", taken // len(devices)
+                sent = _sent(kind, len(devices), sum(map(_size, given)), taken)
                 found.append(Collective(kind, _axes(devices, mesh), sent, count, results))
             rounds = _rounds(rest, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(rest):

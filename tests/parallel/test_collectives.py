@@ -79,3 +79,22 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
     (found,) = collectives(text, MESH)
     group = {"'a'": 4, "'b'": 2, "'a':(1)2": 2, "'a','b'": 8}[chosen]
     assert found == Collective("all-gather", axes, 32 * (group - 1) // group, 12, (("f32", (8,)),))
+
+
+def test_a_sum_of_which_each_keeps_a_slice_is_a_reduce_scatter():
+    """As libtpu fuses it; the same outside of such a fusion is an all-reduce."""
+    text = """
+%all-reduce-scatter.1 (p: f32[16]) -> f32[2] {
+  %all-reduce.1 = f32[16]{0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %dynamic-slice.1 = f32[2]{0} dynamic-slice(%all-reduce.1, %i), dynamic_slice_sizes={2}
+}
+
+ENTRY %main (p: f32[16]) -> f32[2] {
+  %all-reduce.2 = f32[16]{0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %fusion.1 = f32[2]{0} fusion(%all-reduce.2), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    assert [(one.kind, one.bytes) for one in collectives(text, MESH)] == [
+        ("all-reduce", 2 * 64 * 7 // 8),
+        ("reduce-scatter", 64 * 7 // 8),
+    ]

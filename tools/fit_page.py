@@ -1,0 +1,60 @@
+"""The page of `tools/fit.py`: memory per device in bars, by component, against what the chip has."""
+
+import html
+
+# Component -> colour; what remains of the peak is activations, gradients and the compiler's own temporaries.
+PARTS = {"parameters": "#2b6cb0", "optimizer": "#805ad5", "the rest of the peak": "#dd6b20"}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1a202c }
+table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .6rem; text-align: right; white-space: nowrap }
+th { border-bottom: 2px solid #cbd5e0; font-weight: 600 } td { border-bottom: 1px solid #e2e8f0 }
+td:first-child, th:first-child, td.bar { text-align: left } td.bar { width: 26rem }
+.track { position: relative; height: 1.1rem; background: #edf2f7; border-radius: 3px; overflow: hidden; display: flex }
+.track span { height: 100% } .limit { position: absolute; left: 90%; width: 2px; background: #1a202c }
+.no { color: #c53030; font-weight: 600 } small { color: #4a5568 }
+.key span { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin: 0 .4rem 0 1rem }
+"""
+
+
+def page(versions: dict, cells: list[dict]) -> str:
+    """One self-contained HTML file of the cells that `fit.figures` gives."""
+    key = "".join(f'<span style="background:{colour}"></span>{name}' for name, colour in PARTS.items())
+    said = ", ".join(f"{name} {value}" for name, value in versions.items())
+    columns = (
+        "slice and mesh|job|rows|memory of a device, GiB||fits|FLOPs, s|sent, GiB|transfers, s|MFU at most|compiled"
+    )
+    head = "".join(f"<th>{column}</th>" for column in columns.split("|"))
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>What fits, per compiler</title>'
+        f"<style>{_STYLE}</style><h1>What fits, per compiler</h1><p>North Mini Code's training step, compiled for the"
+        " chips without the chips. Nothing here was measured: memory is what the compiler plans, seconds are FLOPs by"
+        " count over the data sheet's peak and bytes sent over its links. The line is nine tenths of the memory."
+        f'</p><p class="key">{key}</p><table><tr>{head}</tr>{"".join(map(_row, cells))}</table>'
+        f"<p><small>{html.escape(said)}</small></p></html>\n"
+    )
+
+
+def _row(cell: dict) -> str:
+    name = f"{html.escape(cell['slice'])}<br><small>{html.escape(cell['mesh'])}</small>"
+    job = f"{cell['job'].upper()} {cell['sequence'] // 1024}K<br><small>{html.escape(cell['remat'])}</small>"
+    if "error" in cell:
+        return f'<tr><td>{name}<td>{job}<td>{cell["rows"]}<td colspan="8" class="no">{html.escape(cell["error"])}</tr>'
+    gib = {part: cell[f"{part}_bytes"] / 2**30 for part in ("parameters", "optimizer", "peak", "capacity", "host")}
+    sizes = gib["parameters"], gib["optimizer"], gib["peak"] - gib["parameters"] - gib["optimizer"]
+    bars = "".join(
+        f'<span title="{part}: {size:.1f} GiB" style="width:{100 * size / gib["capacity"]:.2f}%;background:{colour}">'
+        "</span>"
+        for (part, colour), size in zip(PARTS.items(), sizes, strict=True)
+    )
+    sent = sum(one["bytes"] for one in cell["collectives"]) / 2**30
+    values = (
+        f"{gib['peak']:.1f} of {gib['capacity']:.0f}",
+        "yes" if cell["fits"] else '<span class="no">no</span>',
+        f"{cell['computing_seconds']:.1f}",
+        f"{sent:,.0f}",
+        f"{cell['sending_seconds']:.1f}",
+        f"{cell['mfu_at_most']:.0%}",
+        f"{cell['compile_seconds']:.0f} s<br><small>{gib['host']:.1f} GiB</small>",
+    )
+    track = f'<div class="track">{bars}<div class="limit" style="height:100%"></div></div>'
+    return f'<tr><td>{name}<td>{job}<td>{cell["rows"]}<td class="bar">{track}{"".join(f"<td>{v}" for v in values)}</tr>'
