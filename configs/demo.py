@@ -54,8 +54,8 @@ def get_config() -> ConfigDict:
     )
     c.vocab_size = 560
 
-    # Devices: data x fsdp x expert x context x tensor; -1 is what is left (docs/meshes.md).
-    c.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1})
+    # Devices: data x fsdp x expert x context x tensor; -1 is what is left. Or a preset, as "v5p-128" (docs/meshes.md).
+    c.mesh = ConfigDict({"preset": "", "data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1})
 
     c.tasks = ConfigDict({"common": COMMON, "rare": RARE, "never": NEVER})
     c.harnesses = ("bash", "editor", "text")

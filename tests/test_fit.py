@@ -27,6 +27,16 @@ def test_a_row_for_every_device_that_has_its_own():
     assert fit.rows_of("fsdp=16,expert=4,context=2,tensor=2") == 64
 
 
+def test_a_preset_is_its_slice_and_mesh(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fit, "figures", lambda *run: asked.append(run[:2]) or {"fits": True})
+    monkeypatch.setattr(fit, "show", lambda cell: None)
+    for argv in (["v5p-128"], ["v5p-128", "--mesh", "fsdp=64"], ["v5p:2x2x1"]):
+        with pytest.raises(SystemExit):
+            fit.main(argv)
+    assert asked == [("v5p:4x4x4", "fsdp=16,expert=4"), ("v5p:4x4x4", "fsdp=64"), ("v5p:2x2x1", "fsdp=-1")]
+
+
 def test_what_is_held_is_counted_by_shard():
     split = NamedSharding(make_mesh(fsdp=4, tensor=2), PartitionSpec("fsdp"))
     assert fit.held({"a": jax.ShapeDtypeStruct((8, 3), jnp.bfloat16, sharding=split)}) == 12

@@ -39,6 +39,10 @@ ROOT = pathlib.Path(__file__).parents[1]
             ["--config=configs/demo.py", "--config.sandbox=vm"],
             "error: there is no sandbox of the kind 'vm': use 'bubblewrap' or 'docker'",
         ),
+        (
+            ["--config=configs/demo.py", "--config.mesh.preset=v5p-128"],
+            "error: mesh preset v5p-128 is 64 devices and here are 8: choose another or give the axes' sizes",
+        ),
     ],
 )
 def test_one_sentence(arguments, sentence, tmp_path):

@@ -84,6 +84,9 @@ def test_it_finishes_though_every_process_is_killed_once(tmp_path):
     state = fold(journal)
     assert state.step == 12 and len({id for id, _ in state.consumed}) == len(state.consumed) == 24
 
+    lines = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["expert_used_min"] >= 2 and line["expert_load_max"] <= 2 for line in lines)  # 2 of 4 experts
+
     # Finished: the same command only says so.
     process = start(tmp_path)
     assert process.wait(120) == 0

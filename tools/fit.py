@@ -1,6 +1,7 @@
 """Whether a training step fits a slice of TPUs or GPUs, and what it sends: by the real compilers, without the chips.
 
     python tools/fit.py v5p:4x4x4 --mesh fsdp=16,expert=4 --sequence 65536 --rows 64 --remat block
+    python tools/fit.py v5p-128                 # the same by a name of north_jax/parallel/presets.py
     python tools/fit.py matrix --json docs/fit.json
 
 Needs `pip install -e '.[aot]'`. Compiles the very step that `run_sft` or `run_rl` takes, of the released model, in a
@@ -33,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for configs
 
 from configs.model.north_mini_code import get_config as released
 from north_jax.model import Decoder, ModelConfig, blocks
-from north_jax.parallel import batch_sharding, make_mesh
+from north_jax.parallel import PRESETS, batch_sharding, make_mesh
 from north_jax.parallel.collectives import collectives
 from north_jax.rl.learner import make_rl_objective
 from north_jax.train.flops import step_flops
@@ -55,15 +56,11 @@ ARRAYS = {
 LINKS = {"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "tpu7x": 600e9, "h100": 450e9, "h200": 450e9}
 BETWEEN_NODES = 50e9
 SPARE = 0.1
-# Slices and meshes for the released model.
-MATRIX = [
-    ("v5p:2x4x4", "fsdp=8,expert=4"),
-    ("v5p:4x4x4", "fsdp=16,expert=4"),
-    ("v6e:16x16", "fsdp=32,expert=8"),
-    ("tpu7x:4x4x4", "fsdp=32,expert=4"),
-    ("h200:1x1x8", "fsdp=2,expert=4"),
-    ("h200:1x8x8", "fsdp=16,expert=4"),
-]
+# Slice and mesh, by name.
+MATRIX = {
+    name: (preset.slice, ",".join(f"{axis}={size}" for axis, size in preset.sizes.items()))
+    for name, preset in PRESETS.items()
+}
 
 
 def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, rows: int, options: dict) -> dict:
@@ -172,9 +169,13 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "slice", help="chip:topology, as v5p:4x4x4 or h200:1x8x8 (partitions x nodes x GPUs); or matrix"
+        "slice",
+        help="chip:topology, as v5p:4x4x4 or h200:1x8x8 (partitions x nodes x GPUs); or a preset,"
+        f" {', '.join(MATRIX)}; or matrix, all of these",
     )
-    parser.add_argument("--mesh", default="fsdp=-1", help="sizes of the mesh's axes; -1: what is left")
+    parser.add_argument(
+        "--mesh", help="sizes of the mesh's axes; -1: what is left; by default the preset's, or fsdp=-1"
+    )
     parser.add_argument("--job", choices=sorted(ARRAYS), default="sft")
     parser.add_argument("--sequence", type=int, default=65536)
     parser.add_argument("--rows", type=int, default=64, help="of a step, all devices together")
@@ -191,11 +192,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     options = {k: getattr(arguments, k) for k in ("accumulate", "remat", "optimizer", "moments", "param_dtype")}
     if arguments.slice == "matrix":
-        jobs = [(s, m, job, n) for s, m in MATRIX for job, n in (("sft", 65536), ("sft", 131072), ("rl", 65536))]
+        jobs = [
+            (s, m, job, n) for s, m in MATRIX.values() for job, n in (("sft", 65536), ("sft", 131072), ("rl", 65536))
+        ]
         runs = [(s, m, job, n, rows_of(m), options) for s, m, job, n in jobs]
     else:
         chosen = arguments
-        runs = [(chosen.slice, chosen.mesh, chosen.job, chosen.sequence, chosen.rows, options)]
+        slice_, mesh = MATRIX.get(chosen.slice, (chosen.slice, "fsdp=-1"))
+        runs = [(slice_, chosen.mesh or mesh, chosen.job, chosen.sequence, chosen.rows, options)]
     cells = []
     for run in runs:
         cells.append(figures(*run))

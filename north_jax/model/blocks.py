@@ -19,7 +19,7 @@ from pallas_kernels.attention import SAVED
 REMAT = ("none", "block", "attention", "offload")
 _ENTERS = "block_input"
 
-Body = Callable[[nnx.Module, jax.Array], jax.Array]
+Body = Callable[[nnx.Module, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
 def repeated(config: ModelConfig) -> tuple[int, int, int]:
@@ -81,20 +81,29 @@ def split(model: nnx.Module) -> tuple[list, list, list]:
     return layers[:first], layers[first : first + period], layers[first + period :]
 
 
-def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> jax.Array:
-    """x through body(layer, x) of all layers in turn, stacked ones by `jax.lax.scan`; recomputed as the model says."""
+def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> tuple[jax.Array, jax.Array | None]:
+    """x through (x, kept) = body(layer, x) of all layers in turn; recomputed as the model says.
+
+    Stacked layers go by `jax.lax.scan`. Returns x and what was kept, [L, ...], or None where body keeps None.
+    """
+    kept = []
 
     def through(layers: list, x_BSD: jax.Array, loop: bool) -> jax.Array:
         graph, params = nnx.split(nnx.List(layers))
 
         def block(x_BSD, params):
-            x_BSD = checkpoint_name(x_BSD, _ENTERS)
+            x_BSD, ones = checkpoint_name(x_BSD, _ENTERS), []
             for layer in nnx.merge(graph, params):
-                x_BSD = body(layer, x_BSD)
-            return x_BSD, None
+                x_BSD, one = body(layer, x_BSD)
+                ones.append(one)
+            return x_BSD, stacked(ones)
 
         block = _checkpointed(block, model.remat, loop)
-        return (jax.lax.scan(block, x_BSD, params) if loop else block(x_BSD, params))[0]
+        x_BSD, several = jax.lax.scan(block, x_BSD, params) if loop else block(x_BSD, params)
+        if loop:
+            several = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several)
+        kept.append(several)
+        return x_BSD
 
     before, block, after = split(model)
     for layer in before:
@@ -103,7 +112,12 @@ def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> jax.Array:
         x_BSD = through(block, x_BSD, True)
     for layer in after:
         x_BSD = through([layer], x_BSD, False)
-    return x_BSD
+    return x_BSD, jax.tree.map(lambda *xs: jnp.concatenate(xs), *kept)
+
+
+def stacked(kept: list) -> jax.Array | None:
+    """What each of some layers kept, stacked; None where they kept None."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *kept)
 
 
 def _checkpointed(block: Callable, remat: str, loop: bool) -> Callable:

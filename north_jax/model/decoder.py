@@ -87,9 +87,9 @@ class DenseMLP(nnx.Module):
         self.up_DF = new((D, F), ("embed", "mlp"))
         self.down_FD = new((F, D), ("mlp", "embed"))
 
-    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> jax.Array:
-        """The MLP's contribution to the residual."""
-        return moe.mlp(x_BSD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> tuple[jax.Array, None]:
+        """The MLP's contribution to the residual; it chooses no experts."""
+        return moe.mlp(x_BSD, self.gate_DF[...], self.up_DF[...], self.down_FD[...]), None
 
 
 class MoE(nnx.Module):
@@ -104,8 +104,8 @@ class MoE(nnx.Module):
         self.down_EFD = new((E, F, D), ("expert", "expert_mlp", "embed"))
         self.config, self.kind, self.exchange = config, kind, exchange
 
-    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> jax.Array:
-        """The experts' contribution to the residual."""
+    def __call__(self, x_BSD: jax.Array, trace: Trace, prefix: str) -> tuple[jax.Array, jax.Array]:
+        """The experts' contribution to the residual, and the experts that each token chose, [B, S, C]."""
         config = self.config
         choose = functools.partial(
             moe.route,
@@ -121,17 +121,17 @@ class MoE(nnx.Module):
             weights_NE, indices_NC = choose(logits_NE)
             out_BSD = moe.experts_dense(x_ND, weights_NE, *experts).reshape(B, S, D)
             weights_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
-            routing = (value.reshape(B, S, -1) for value in (logits_NE, weights_NC, indices_NC))
+            routing = [value.reshape(B, S, -1) for value in (logits_NE, weights_NC, indices_NC)]
         else:
             backend = "auto" if self.kind == "grouped" else self.kind
             out_BSD, *routing = moe.mixture(x_BSD, router_DE, *experts, choose, backend=backend, method=self.exchange)
+        logits_BSE, weights_BSC, indices_BSC = routing
         if trace is not None:
-            logits_BSE, weights_BSC, indices_BSC = routing
             trace[f"{prefix}/router_logits"] = logits_BSE
             trace[f"{prefix}/router_probs"] = jax.nn.sigmoid(logits_BSE)
             trace[f"{prefix}/router_topk_weights"] = weights_BSC
             trace[f"{prefix}/router_topk_indices"] = indices_BSC
-        return out_BSD
+        return out_BSD, indices_BSC
 
 
 class Layer(nnx.Module):
@@ -187,18 +187,24 @@ class Decoder(nnx.Module):
         positions_BS: jax.Array | None = None,
         segment_ids_BS: jax.Array | None = None,
         trace: Trace = None,
-    ) -> jax.Array:
-        """The final hidden states x_BSD, after the last norm.
+        with_counts: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """The final hidden states x_BSD, after the last norm; `with_counts` a pair (x_BSD, counts_LE).
 
         A token sees the tokens before it in its row that have its segment id; segment 0 is padding, whose output means
         nothing. Without `positions_BS` every row counts from 0 (rotary positions are relative, so segments need not).
         A `trace` dict, if given, receives the intermediate values by name. Where devices share a row, what comes out is
-        in zig-zag order (`north_jax.parallel.context`); what goes in is not.
+        in zig-zag order (`north_jax.parallel.context`); what goes in is not. counts_LE, int32: how many tokens that are
+        not padding chose each expert, by layer; 0 in dense layers.
         """
         S = ids_BS.shape[1]
         if positions_BS is None:
             positions_BS = jnp.arange(S)
         full, sliding = attention.row_spans(ids_BS, segment_ids_BS, self.config.window)
+        counted_BS = None
+        if with_counts:
+            counted_BS = jnp.ones(ids_BS.shape, bool) if segment_ids_BS is None else segment_ids_BS > 0
+            counted_BS = to_zigzag(counted_BS)
         angles = self._angles(to_zigzag(jnp.broadcast_to(positions_BS, ids_BS.shape)))
         ids_BS = to_zigzag(ids_BS)
 
@@ -209,7 +215,9 @@ class Decoder(nnx.Module):
             spans, window = (sliding, self.config.window) if layer.sliding else (full, None)
             return attention.attend_rows(q, k, v, spans, window=window, backend=self.attention)
 
-        return self._blocks(ids_BS, turn, attend, trace, each=trace is not None)
+        x_BSD, counts_LBE = self._blocks(ids_BS, turn, attend, trace, trace is not None, counted_BS)
+        # Over rows, and so over the devices that split them, once for all layers.
+        return (x_BSD, counts_LBE.sum(axis=1)) if with_counts else x_BSD
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Next-token logits over the vocabulary: logit_scale * x · embeddingᵀ, float32; any leading axes."""
@@ -249,14 +257,16 @@ class Decoder(nnx.Module):
             written.append(both)
             return heads_BSHK
 
-        x_BSD = self._blocks(ids_BS, turn, attend, trace, each=True)
+        x_BSD, _ = self._blocks(ids_BS, turn, attend, trace, each=True)
         k, v = zip(*written, strict=True)
         return x_BSD, dataclasses.replace(cache, k=k, v=v)
 
     def _angles(self, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rotary.angles(positions_BS, self.config.head_dim, self.config.rope_theta, self.embedding_VD.dtype)
 
-    def _blocks(self, ids_BS: jax.Array, turn, attend, trace: Trace, each: bool) -> jax.Array:
+    def _blocks(
+        self, ids_BS: jax.Array, turn, attend, trace: Trace, each: bool, counted_BS=None
+    ) -> tuple[jax.Array, jax.Array | None]:
         # each: `attend` or `trace` keep what every layer gives them, so each is traced, once.
         if each and self.repeats > 1:
             raise ValueError("Decoder: stacked layers have no caches and no traces; `unstack` the model first")
@@ -268,26 +278,36 @@ class Decoder(nnx.Module):
         x_BSD = self.embedding_VD[...][ids_BS]
         note("embed", x_BSD)
 
-        def through(layer: Layer, x_BSD: jax.Array, name: str = "") -> jax.Array:
+        def counts(indices_BSC: jax.Array | None) -> jax.Array | None:
+            if counted_BS is None:
+                return None
+            if indices_BSC is None:
+                return jnp.zeros((len(counted_BS), self.config.num_experts), jnp.int32)
+            return moe.expert_counts(indices_BSC, counted_BS, self.config.num_experts)
+
+        def through(layer: Layer, x_BSD: jax.Array, name: str = "") -> tuple[jax.Array, jax.Array | None]:
             normed_BSD = layer.norm(x_BSD)
             q, k, v = layer.attention.project(normed_BSD, turn)
             attn_BSD = layer.attention.output(attend(layer.attention, q, k, v))
-            mlp_BSD = layer.mlp(normed_BSD, trace, name)
+            mlp_BSD, indices_BSC = layer.mlp(normed_BSD, trace, name)
             x_BSD = x_BSD + attn_BSD + mlp_BSD
             note(f"{name}/normed", normed_BSD)
             note(f"{name}/attn_out", attn_BSD)
             note(f"{name}/mlp_out", mlp_BSD)
             note(f"{name}/out", x_BSD)
-            return x_BSD
+            return x_BSD, counts(indices_BSC)
 
         if each:
+            kept = []
             for i, layer in enumerate(self.layers):
-                x_BSD = through(layer, x_BSD, f"layer{i}")
+                x_BSD, counts_BE = through(layer, x_BSD, f"layer{i}")
+                kept.append(counts_BE)
+            counts_LBE = blocks.stacked(kept)
         else:
-            x_BSD = blocks.run(through, x_BSD, self)
+            x_BSD, counts_LBE = blocks.run(through, x_BSD, self)
         x_BSD = self.norm(x_BSD)
         note("final_norm", x_BSD)
-        return x_BSD
+        return x_BSD, counts_LBE
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:

@@ -48,6 +48,15 @@ def route(logits_NE: jax.Array, chosen: int, selection: str, normalise: bool) ->
     return weights_NE, indices_NC
 
 
+def expert_counts(indices_BSC: jax.Array, counted_BS: jax.Array, experts: int) -> jax.Array:
+    """counts_BE, int32: how many counted tokens of each row chose each expert.
+
+    A compare and a sum: on a mesh every device counts its own tokens.
+    """
+    hit_BSCE = (indices_BSC[..., None] == jnp.arange(experts)) & counted_BS[:, :, None, None]
+    return jnp.sum(hit_BSCE, axis=(1, 2), dtype=jnp.int32)
+
+
 def experts_dense(
     x_ND: jax.Array, weights_NE: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
 ) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from north_jax.parallel.context import chunk_length, to_natural, to_zigzag
 from north_jax.parallel.mesh import AXES, make_mesh
+from north_jax.parallel.presets import PRESETS
 from north_jax.parallel.sharding import (
     batch_sharding,
     on_shards,
@@ -14,6 +15,7 @@ from north_jax.parallel.sharding import (
 
 __all__ = [
     "AXES",
+    "PRESETS",
     "batch_sharding",
     "chunk_length",
     "make_mesh",

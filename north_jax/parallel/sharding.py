@@ -1,11 +1,13 @@
 """Logical axis -> mesh axis, in one table, and the shardings that follow from it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from north_jax.parallel.mesh import divisors, one_of
 
 # A parameter axis that is on the left of two mesh axes is split over both.
 RULES: dict[str, tuple[str, ...]] = {
@@ -22,6 +24,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "expert": ("expert",),
     "expert_mlp": ("tensor",),
 }
+# What a batch has and no parameter.
+BATCH = ("batch", "sequence")
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
@@ -51,22 +55,51 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
 def parameter_shardings(mesh: Mesh, params: nnx.State) -> nnx.State:
     """A NamedSharding for every parameter of the state, in its structure, from the logical names each one carries.
 
-    Raises ValueError naming the parameter when a dimension does not divide over its mesh axes.
+    `params` are all of a model. Raises ValueError naming the parameter when a dimension does not divide over its mesh
+    axes, with the sizes that all parameters would divide over, and for a mesh axis that splits nothing.
     """
+    common = _common_sizes(params)
+    _refuse_idle(mesh, common)
 
     def one(path, param: nnx.Param) -> nnx.Param:
-        sharding = NamedSharding(mesh, spec(param.get_metadata("axes")))
-        try:
-            sharding.shard_shape(param.shape)
-        except ValueError as error:
-            name = ".".join(str(getattr(key, "key", key)) for key in path)
-            raise ValueError(
-                f"parameter {name} of shape {param.shape} does not divide over mesh {dict(mesh.shape)} as"
-                f" {sharding.spec}; choose other mesh sizes"
-            ) from error
-        return param.replace(sharding)
+        axes = param.get_metadata("axes")
+        for axis, size in zip(axes, param.shape, strict=True):
+            over = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in RULES[axis]}
+            if size % math.prod(over.values()):
+                name = ".".join(str(getattr(key, "key", key)) for key in path)
+                fit = {at: one_of([n for n in divisors(common[at]) if n <= mesh.size]) for at in over}
+                raise ValueError(
+                    f"parameter {name} of shape {param.shape} does not divide over the mesh: {size} {axis} over"
+                    f" {' x '.join(f'{at}={n}' for at, n in over.items())}; all parameters divide where"
+                    f" {' and '.join(f'{at} is {sizes}' for at, sizes in fit.items())}"
+                )
+        return param.replace(NamedSharding(mesh, spec(axes)))
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _common_sizes(params: nnx.State) -> dict[str, int]:
+    """Mesh axis -> the greatest common divisor of the dimensions that it splits."""
+    common: dict[str, int] = {}
+    for param in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        axes = param.get_metadata("axes")
+        spec(axes)  # whose errors come first
+        for axis, size in zip(axes, param.shape, strict=True):
+            common |= {mesh_axis: math.gcd(common.get(mesh_axis, 0), size) for mesh_axis in RULES[axis]}
+    return common
+
+
+def _refuse_idle(mesh: Mesh, split: Collection[str]) -> None:
+    """An axis of several devices is to split parameters that this model has; or rows, if the table says only that."""
+    for mesh_axis, size in mesh.shape.items():
+        claims = [axis for axis in RULES if mesh_axis in RULES[axis]]
+        own = [axis for axis in claims if axis not in BATCH]
+        if size > 1 and mesh_axis not in split and (own or not claims):
+            why = f"none of them has an axis {' or '.join(own)}" if own else "the sharding table RULES does not have it"
+            raise ValueError(
+                f"mesh axis {mesh_axis}={size} splits no parameter of this model: {why}; set {mesh_axis} to 1 and give"
+                " its devices to another axis"
+            )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

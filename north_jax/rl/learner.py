@@ -27,6 +27,7 @@ from north_jax.rl.journal import Journal, fold
 from north_jax.rl.loss import cispo, mismatch_metrics
 from north_jax.rl.queue import window_size
 from north_jax.sampler.process import SamplerProcess
+from north_jax.train.expert_load import LoadAlarm, load_metrics
 from north_jax.train.flops import step_flops, utilisation
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import Objective, token_logprobs
@@ -89,11 +90,17 @@ def make_rl_objective(ratio_cap: float) -> Objective:
         )
 
     def loss(model: nnx.Module, batch, whole) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logp_BS, entropy_BS = token_logprobs(
-            model, batch["ids_BS"], batch["segment_ids_BS"], batch["positions_BS"], with_entropy=True
+        logp_BS, entropy_BS, counts_LE = token_logprobs(
+            model,
+            batch["ids_BS"],
+            batch["segment_ids_BS"],
+            batch["positions_BS"],
+            with_entropy=True,
+            with_counts=True,
         )
         # The denominators are those of the whole batch.
-        return objective(logp_BS, batch)[0], {"logp_BS": logp_BS, "entropy_BS": entropy_BS}
+        arrays = {"logp_BS": logp_BS, "entropy_BS": entropy_BS, "counts_LE": counts_LE}
+        return objective(logp_BS, batch)[0], arrays
 
     def metrics(batch, arrays) -> dict[str, jax.Array]:
         action_BS, logp_BS = batch["action_BS"], arrays["logp_BS"]
@@ -111,6 +118,7 @@ def make_rl_objective(ratio_cap: float) -> Objective:
             "logp_gap_mean": gap["abs_logp_diff_mean"],
             "logp_gap_max": gap["abs_logp_diff_max"],
             "kl_k3": gap["k3"],
+            **load_metrics(arrays["counts_LE"]),
             "logp_BS": logp_BS,
         }
 
@@ -232,7 +240,7 @@ def run_rl(
             tqdm(total=config.steps, initial=step, desc="RL", unit="step", dynamic_ncols=True, smoothing=0.1)
         )
         train_step = make_train_step(make_rl_objective(config.ratio_cap), optimizer, mesh, accumulate=config.accumulate)
-        last = time.perf_counter()
+        last, alarm = time.perf_counter(), LoadAlarm(model_config)
         while step < config.steps:
             waiting = time.perf_counter()
             before = journal.queue.stats(step)
@@ -274,6 +282,8 @@ def run_rl(
             values |= utilisation(flops, now - last - wait_seconds, mesh)
             last = now
             writer.write(step, values)
+            if sentence := alarm(step, values):
+                tqdm.write(sentence)
             bar.set_postfix_str(
                 f"reward {values['reward']:.2f}, lag {values['lag_mean']:.1f}, idle {values['idle_share']:.0%}", False
             )

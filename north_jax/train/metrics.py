@@ -23,6 +23,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "mfu": ("share", "tflops / the chip's bfloat16 peak by its data sheet; only where that is known."),
     "step_seconds": ("s", "Wall time from the end of the previous step to the end of this one."),
     "compile_seconds": ("s", "Wall time of the step that compiled, which is left out of tokens_per_second."),
+    # Load of the experts, over the tokens of the step that are not padding and the layers with experts.
+    "expert_load_max": ("1", "Tokens of the busiest expert / mean over the experts, of the worst layer: 1 to E / C."),
+    "expert_load_entropy": ("1", "Mean over layers of -sum(s * log s) / log E, s the experts' shares: 1 when even."),
+    "expert_dead_share": ("share", "Experts that no token chose / experts of all layers."),
+    "expert_used_min": ("experts", "exp(-sum(s * log s)) of the worst layer: E when even, C when all tokens agree."),
+    "expert_used_layer": ("layer", "The layer of expert_used_min, counted from 0."),
     # Reinforcement learning, per learner step.
     "reward": ("share", "Mean verifier reward (0 or 1) over the members of the step's groups that count."),
     "groups": ("groups", "Groups in the batch with unequal rewards, the ones that carry a gradient."),

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from north_jax.data import BatchIterator, Packed
 from north_jax.model import blocks
+from north_jax.train.expert_load import LoadAlarm
 from north_jax.train.flops import step_flops, utilisation
 from north_jax.train.interrupt import interrupts
 from north_jax.train.loss import SFT
@@ -133,7 +134,7 @@ def run_sft(
                     total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True
                 )
             )
-            report = _Reporter(writer, bar, f"sft{index + 1}", mesh)
+            report = _Reporter(writer, bar, f"sft{index + 1}", mesh, LoadAlarm(model_config))
             while done < steps[index]:
                 batch = next(batches)
                 state, metrics = train_step(state, shard_batch(batch, mesh))
@@ -155,8 +156,8 @@ def run_sft(
 class _Reporter:
     """Reads the metrics of a step only after the next one was dispatched, and times the steps by these reads."""
 
-    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str, mesh: Mesh):
-        self.writer, self.bar, self.stage, self.mesh = writer, bar, stage, mesh
+    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str, mesh: Mesh, alarm: LoadAlarm):
+        self.writer, self.bar, self.stage, self.mesh, self.alarm = writer, bar, stage, mesh, alarm
         self.pending: tuple[int, dict, int] | None = None
         self.last, self.compiled = time.perf_counter(), False
 
@@ -184,6 +185,8 @@ class _Reporter:
         else:
             values["compile_seconds"], self.compiled = seconds, True
         self.writer.write(step, values, stage=self.stage)
+        if sentence := self.alarm(step, values):
+            tqdm.write(sentence)
         self.bar.update()
 
 

@@ -171,7 +171,11 @@ def make_train_step(
         zeros = optax.tree.zeros_like(optax.tree.cast(state.params, jnp.float32))
         zeros = jax.lax.with_sharding_constraint(zeros, parameter_shardings(mesh, state.params))
         (loss, grads), arrays = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
-        return (loss, {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in arrays.items()}), grads
+
+        def joined(name: str, x: jax.Array) -> jax.Array:
+            return x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) if name.endswith("_BS") else x.sum(axis=0)
+
+        return (loss, {name: joined(name, x) for name, x in arrays.items()}), grads
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         (loss, arrays), grads = gradients(state, batch)

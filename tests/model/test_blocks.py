@@ -20,9 +20,10 @@ def value_and_gradients(model):
 
     def loss(params):
         model = nnx.merge(graph, params)
-        return jnp.sum(model.logits(model.hidden(ids(2, 20), segment_ids_BS=SEGMENTS)) ** 2)
+        x_BSD, counts_LE = model.hidden(ids(2, 20), segment_ids_BS=SEGMENTS, with_counts=True)
+        return jnp.sum(model.logits(x_BSD) ** 2), counts_LE
 
-    return jax.jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
 SEGMENTS = jnp.asarray([[1] * 12 + [2] * 8, [1] * 17 + [0] * 3])
@@ -35,8 +36,8 @@ def by_layers(state, model):
 
 @pytest.fixture(scope="module")
 def expected():
-    loss, gradients = value_and_gradients(Decoder(CONFIG, rngs=nnx.Rngs(0)))
-    return loss, jax.tree.leaves(gradients)
+    (loss, counts_LE), gradients = value_and_gradients(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    return loss, counts_LE, jax.tree.leaves(gradients)
 
 
 def test_what_repeats():
@@ -50,10 +51,25 @@ def test_values_and_gradients_are_those_of_plain_layers(expected, remat):
     model = blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)), remat)
     assert model.repeats == 2 and len(model.layers) == 6
     assert model.layers[1].mlp.gate_EDF.get_metadata("axes")[0] == "layer"
-    loss, gradients = value_and_gradients(model)
+    (loss, counts_LE), gradients = value_and_gradients(model)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    for got, want in zip(by_layers(gradients, model), expected[1], strict=True):
+    np.testing.assert_array_equal(counts_LE, expected[1])
+    for got, want in zip(by_layers(gradients, model), expected[2], strict=True):
         assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
+
+
+def test_counts_are_of_the_tokens_that_are_not_padding(expected):
+    def traced(model):
+        trace = {}
+        _, counts_LE = model.hidden(ids(2, 20), segment_ids_BS=SEGMENTS, trace=trace, with_counts=True)
+        return trace, counts_LE
+
+    trace, counts_LE = nnx.jit(traced)(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    assert counts_LE.shape == (10, CONFIG.num_experts) and not counts_LE[0].any()  # layer 0 is dense
+    for layer in range(1, 10):
+        chosen_NC = np.asarray(trace[f"layer{layer}/router_topk_indices"])[np.asarray(SEGMENTS) > 0]
+        np.testing.assert_array_equal(counts_LE[layer], np.bincount(chosen_NC.ravel(), minlength=CONFIG.num_experts))
+    np.testing.assert_array_equal(counts_LE, expected[1])
 
 
 def test_there_and_back():

@@ -1,5 +1,6 @@
 """Experts over a mesh against one device: values, gradients, what travels, and what their load is called."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -158,6 +159,48 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
         params = jax.device_put(params, parameter_shardings(mesh, params))
         found = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(batch, batch_sharding(mesh)))
     close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}, {"expert": 2, "context": 4}], ids=str
+)
+def test_counting_sends_numbers_of_experts_and_no_activations(sizes):
+    """Over the devices that have rows, once for all layers; over those that share a row, in each layer.
+
+    These tell each other, once, which tokens are padding.
+    """
+    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), moe="grouped"))
+    ids_BS = jax.random.randint(jax.random.key(1), (8, 24), 1, CONFIG.vocab_size)
+    segments_BS = jnp.asarray([[1] * 10 + [2] * 10 + [0] * 4] * 8)
+
+    def hidden(with_counts):
+        return lambda params, ids_BS, segments_BS: nnx.merge(graph, params).hidden(
+            ids_BS, segment_ids_BS=segments_BS, with_counts=with_counts
+        )
+
+    _, expected = jax.jit(hidden(True))(params, ids_BS, segments_BS)
+    assert int(expected[1].sum()) == 8 * 20 * CONFIG.num_experts_per_tok
+    mesh = make_mesh(**sizes)
+    arguments = (
+        jax.device_put(params, parameter_shardings(mesh, params)),
+        *jax.device_put((ids_BS, segments_BS), batch_sharding(mesh)),
+    )
+    with jax.set_mesh(mesh):
+        plain, counting = (jax.jit(hidden(counts)).lower(*arguments).compile() for counts in (False, True))
+    np.testing.assert_array_equal(counting(*arguments)[1], expected)
+
+    def sent(program):
+        found = collectives(program.as_text(), mesh)
+        return collections.Counter((one.kind, one.results) for one in found if one.bytes)
+
+    assert not sent(plain) - sent(counting)
+    rows, L = 8 // mesh.shape["data"] // mesh.shape["fsdp"] // mesh.shape["expert"], CONFIG.num_hidden_layers
+    of_all, of_rows = ("s32", (L, CONFIG.num_experts)), ("s32", (rows, CONFIG.num_experts))
+    more = sent(counting) - sent(plain)
+    padding = more.pop(("all-gather", (("pred", (rows, 24)),)), 0)
+    assert padding == (mesh.shape["context"] > 1) and more
+    for kind, results in more:
+        assert kind == "all-reduce" and set(results) <= {of_all, of_rows}, (kind, results)
 
 
 def test_a_samplers_step_of_one_row_is_one_devices():

@@ -1,16 +1,29 @@
 """The sharding table, and a sharded forward and backward pass against one device, on eight virtual CPU devices."""
 
 import dataclasses
+import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from north_jax.model import Decoder, ModelConfig
-from north_jax.parallel import AXES, batch_sharding, make_mesh, parameter_shardings, shard_model, sharding, spec
+from configs.model.north_mini_code import get_config
+from north_jax.model import Decoder, ModelConfig, blocks
+from north_jax.parallel import (
+    AXES,
+    PRESETS,
+    batch_sharding,
+    make_mesh,
+    parameter_shardings,
+    shard_model,
+    sharding,
+    spec,
+)
+from pallas_kernels.chips import CHIPS
 
 TINY = ModelConfig(
     vocab_size=96,
@@ -105,6 +118,78 @@ def test_an_axis_that_does_not_divide_is_named():
     model = nnx.eval_shape(lambda: Decoder(dataclasses.replace(TINY, num_experts=6), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"parameter layers\.1\.mlp\.\w+ of shape \(6, .* does not divide"):
         parameter_shardings(make_mesh(expert=4, data=2), nnx.state(model, nnx.Param))
+
+
+def released():
+    config = ModelConfig.from_hf(get_config().to_dict())
+    return nnx.state(nnx.eval_shape(lambda: blocks.stack(Decoder(config, rngs=nnx.Rngs(0)))), nnx.Param)
+
+
+def abstract_mesh(**sizes):
+    """What `parameter_shardings` asks of a mesh, of as many devices as it takes."""
+    return AbstractMesh(tuple((dict.fromkeys(AXES, 1) | sizes).values()), AXES)
+
+
+def test_four_kv_heads_are_split_over_four_devices_at_most():
+    params = released()
+    parameter_shardings(abstract_mesh(tensor=4), params)
+    with pytest.raises(ValueError, match=r"k_DGK of .* 4 kv_heads over tensor=8; .* divide where tensor is 1, 2 or 4$"):
+        parameter_shardings(abstract_mesh(fsdp=2, tensor=8), params)
+
+
+def test_the_released_model_lies_on_every_preset():
+    params, docs = released(), (pathlib.Path(__file__).parents[2] / "docs/meshes.md").read_text()
+    for name, (slice_, sizes) in PRESETS.items():
+        chip, topology = slice_.split(":")
+        devices = math.prod(map(int, topology.split("x"))) * (2 if chip == "tpu7x" else 1)
+        assert chip in CHIPS and math.prod(sizes.values()) == devices, name
+        parameter_shardings(abstract_mesh(**sizes), params)
+        (row,) = [line for line in docs.splitlines() if line.startswith(f"| `{name}` |")]
+        assert row.endswith(f"| {devices} | {', '.join(f'{axis}={size}' for axis, size in sizes.items())} |")
+    # What a name counts: TensorCores of v5p, chips of v6e and TPU7x, GPUs.
+    counted = {name: math.prod(sizes.values()) for name, (_, sizes) in PRESETS.items()}
+    assert counted == {"v5p-64": 32, "v5p-128": 64, "v6e-256": 256, "TPU7x-64": 128, "8xH200": 8, "64xH200": 64}
+
+
+def test_a_mesh_axis_that_splits_nothing_is_refused(monkeypatch):
+    dense = dataclasses.replace(TINY, first_k_dense_replace=3, layer_types=None)
+    params = nnx.state(nnx.eval_shape(lambda: Decoder(dense, rngs=nnx.Rngs(0))), nnx.Param)
+    parameter_shardings(make_mesh(data=2, fsdp=2, tensor=2), params)
+    message = "mesh axis expert=2 splits no parameter of this model: none of them has an axis expert; set expert to 1"
+    with pytest.raises(ValueError, match=message):
+        parameter_shardings(make_mesh(data=4, expert=2), params)
+    monkeypatch.setitem(sharding.RULES, "sequence", ())
+    with pytest.raises(ValueError, match=r"mesh axis context=2 .*: the sharding table RULES does not have it; set"):
+        parameter_shardings(make_mesh(data=4, context=2), params)
+
+
+def test_a_preset_is_its_sizes_and_nothing_beside_them():
+    found = make_mesh(preset="8xH200", data=-1)
+    assert dict(found.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
+    with pytest.raises(ValueError, match="preset 8xH200 has its sizes: leave out tensor=2, or the preset"):
+        make_mesh(preset="8xH200", tensor=2)
+    with pytest.raises(ValueError, match="preset 'v5p-96' is not known; choose one of v5p-64, v5p-128, v6e-256, TPU7x"):
+        make_mesh(preset="v5p-96")
+    with pytest.raises(ValueError, match="mesh preset v5p-64 is 32 devices and here are 8: choose another"):
+        make_mesh(preset="v5p-64")
+
+
+@pytest.mark.parametrize(
+    "sizes, remedy",
+    [
+        ({"data": 3}, "the others as they are, data=8 would"),
+        ({"fsdp": 4, "tensor": 4}, "the others as they are, fsdp=2, or tensor=2 would"),
+        ({"data": -1, "tensor": 3}, "the others as they are, tensor=1, 2, 4 or 8 would"),
+        ({"data": -1, "fsdp": 2, "tensor": 3}, "the others as they are, tensor=1, 2 or 4 would"),
+        ({"fsdp": 3, "tensor": 3}, "their product must be 8"),
+        ({"data": 0}, "the others as they are, data=8 would"),
+        ({"data": -1, "fsdp": -1}, "only one size can be -1"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_is_told_what_would(sizes, remedy):
+    with pytest.raises(ValueError, match=f"does not fit 8 devices; {remedy}$"):
+        make_mesh(**sizes)
 
 
 def test_mesh_must_fit_the_devices():

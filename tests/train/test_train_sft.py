@@ -14,6 +14,7 @@ from train_tiny import tiny_corpus, tiny_model
 
 from north_jax.data import BatchIterator
 from north_jax.parallel import make_mesh
+from north_jax.train import expert_load
 from north_jax.train.metrics import METRICS, read_metrics
 from north_jax.train.sft import run_sft, sft_config, stage_config, stage_steps
 from north_jax.weights.checkpoint import CheckpointError
@@ -69,6 +70,7 @@ def test_two_stages_learn_and_report(straight):
     assert abs(first["loss"] - np.log(48)) < 0.2 and last["loss"] < 0.75 * first["loss"]
     assert "compile_seconds" in first and "tokens_per_second" not in first
     assert last["tokens_per_second"] == pytest.approx(last["tokens"] / last["step_seconds"])
+    assert all(line["expert_used_min"] >= 2 and 1 <= line["expert_load_max"] <= 2 for line in lines)
     assert last["tflops"] > 0 and "mfu" not in last  # a CPU has no peak in the table
     # Each stage has its own schedule, warm-up first.
     np.testing.assert_allclose([first["lr"], lines[counts[0]]["lr"]], [2e-2 / 3, 5e-3 / 2], rtol=1e-5)
@@ -148,6 +150,15 @@ def test_a_run_that_diverges_stops_and_says_so(tmp_path):
     with pytest.raises(FloatingPointError, match=r"(loss|grad_norm) is (nan|inf) at step \d+ of stage sft1: lower lr"):
         run(tmp_path, config)
     assert all(np.isfinite(line["loss"]) for line in numbers(tmp_path))
+
+
+def test_a_run_goes_on_past_a_collapse_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(expert_load, "COLLAPSED", 2)
+    monkeypatch.setattr(expert_load, "STEPS", 2)
+    run(tmp_path, sft_config(stages=settings().stages[:1]), data()[:1])
+    said = [line for line in capsys.readouterr().out.splitlines() if "expert load" in line]
+    assert len(said) == 1 and "collapsed for 2 steps: at step 2 the tokens use" in said[0]
+    assert len(numbers(tmp_path)) == stage_steps(data()[0], settings().stages[0]) > 3
 
 
 def test_an_unknown_setting_is_refused():

@@ -71,7 +71,8 @@ def test_a_sharded_step_is_the_single_device_step(single, sizes, caplog):
 def test_the_step_reports_and_learns(single):
     state, history = single
     assert int(state.step) == 3
-    assert set(history[0]) == {"loss", "grad_norm", "lr", "tokens", "loss_tokens", "fill"}
+    load = {f"expert_{name}" for name in ("load_max", "load_entropy", "dead_share", "used_min", "used_layer")}
+    assert set(history[0]) == {"loss", "grad_norm", "lr", "tokens", "loss_tokens", "fill"} | load
     np.testing.assert_allclose([h["lr"] for h in history], [2.5e-3, 5e-3, 7.5e-3], rtol=1e-5)
     assert abs(history[0]["loss"] - np.log(48)) < 0.1 and history[2]["loss"] < history[0]["loss"]
 
