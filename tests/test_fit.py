@@ -1,13 +1,17 @@
 """tools/fit.py as far as it goes without the compilers; with them, docs/meshes.md has its figures."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from configs.model.north_mini_code import get_config as released
+from north_jax.model import ModelConfig
 from north_jax.parallel import make_mesh
 from pallas_kernels import aot
-from tools import fit
+from tools import fit, fit_page, fit_search
 
 
 def test_without_a_compiler_it_says_what_to_install(capsys):
@@ -40,3 +44,62 @@ def test_a_preset_is_its_slice_and_mesh(monkeypatch):
 def test_what_is_held_is_counted_by_shard():
     split = NamedSharding(make_mesh(fsdp=4, tensor=2), PartitionSpec("fsdp"))
     assert fit.held({"a": jax.ShapeDtypeStruct((8, 3), jnp.bfloat16, sharding=split)}) == 12
+
+
+NORTH = ModelConfig.from_hf(released().to_dict())
+PARAMETERS = 1_493_275_000, 28_991_029_248  # dense, of experts
+
+
+def test_the_search_tries_what_divides_and_the_fewest_bytes_first():
+    found = fit_search.by_cost(NORTH, 64, 131072, 16, PARAMETERS)
+    costs = [fit_search.sent(NORTH, mesh, 131072, 16, PARAMETERS) for mesh in found]
+    assert costs == sorted(costs) and len(found) > 10
+    for mesh in found:
+        assert math.prod(mesh.values()) == 64 and 16 % (mesh["fsdp"] * mesh["expert"]) == 0
+        assert mesh["tensor"] in (1, 2, 4)  # key/value heads
+    assert not fit_search.by_cost(NORTH, 64, 131071, 3, PARAMETERS)
+
+
+def test_closed_forms_are_what_a_matrix_alone_sends():
+    """fsdp alone: three times all parameters but its own part, in bfloat16."""
+    mesh = {"fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
+    assert fit_search.sent(NORTH, mesh, 1024, 8, PARAMETERS) == pytest.approx(3 * 7 / 8 * sum(PARAMETERS) * 2)
+
+
+def test_most_tokens_lie_on_the_line():
+    assert fit_search.most_tokens([(65536, 20 * 2**30), (131072, 30 * 2**30)], 45 * 2**30) == 131072 + 98304
+
+
+def test_the_page_shows_every_cell_and_what_does_not_fit():
+    cell = {
+        "slice": "v5p:4x4x4", "mesh": "fsdp=64", "job": "sft", "sequence": 65536, "rows": 64, "remat": "block",
+        "parameters_bytes": 2**30, "optimizer_bytes": 4 * 2**30, "total_bytes": 20 * 2**30,
+        "capacity_bytes": 40 * 2**30, "host_bytes": 2**30, "collectives": [{"bytes": 2**30}], "computing_seconds": 1.5, "sending_seconds": 0.5,
+        "mfu_at_most": 1.0, "compile_seconds": 9.0, "fits": True,
+    }  # fmt: skip
+    html = fit_page.page({"jax": "0"}, [cell, cell | {"fits": False}, cell | {"error": "<too large>"}])
+    assert html.count("20.0 of 40") == 2 and html.count("width:37.50%") == 2  # 15 of 40 GiB are neither
+    assert '<span class="no">no</span>' in html and "&lt;too large&gt;" in html
+
+
+def test_a_matrix_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    asked = []
+
+    def figures(slice_, mesh, job, sequence, rows, options):
+        asked.append((slice_, job, sequence))
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        names = {"slice": slice_, "mesh": mesh, "job": job, "sequence": sequence, "rows": rows}
+        return names | options | {"fits": True}
+
+    monkeypatch.setattr(fit, "figures", figures)
+    monkeypatch.setattr(fit, "show", lambda cell: None)
+    command = ["matrix", "--json", str(tmp_path / "fit.json")]
+    with pytest.raises(KeyboardInterrupt):
+        fit.main(command)
+    with pytest.raises(SystemExit):
+        fit.main(command)
+    assert len(asked) == 1 + len(fit.matrix()) and asked[4] == asked[5]
+    with pytest.raises(SystemExit):
+        fit.main([*command, "--remat", "offload"])
+    assert len(asked) == 1 + 2 * len(fit.matrix())

@@ -2,11 +2,14 @@
 
     python tools/fit.py v5p:4x4x4 --mesh fsdp=16,expert=4 --sequence 65536 --rows 64 --remat block
     python tools/fit.py v5p-128                 # the same by a name of north_jax/parallel/presets.py
-    python tools/fit.py matrix --json docs/fit.json
+    python tools/fit.py v5p-64 --search         # the meshes that send least, until one fits
+    python tools/fit.py v5p-64 --max_tokens     # of one device, by a line through two compiled lengths
+    python tools/fit.py matrix --json docs/fit.json --page docs/fit.html    # goes on where it was stopped
 
 Needs `pip install -e '.[aot]'`. Compiles the very step that `run_sft` or `run_rl` takes, of the released model, in a
-process of its own, and prints, per device: parameters, optimizer state, temporaries and the peak against the memory;
-every kind of transfer with its mesh axes, bytes and rounds; FLOPs by count; a bound of the step time and of MFU.
+process of its own, and prints, per device: parameters, optimizer state, temporaries and the total (arguments, results
+that are not written over them, temporaries, program) against the memory; every kind of transfer with its mesh axes,
+bytes and rounds; FLOPs by count; a bound of the step time and of MFU.
 All of it is "fits per compiler", nothing is measured; the bound takes the chip's data sheet at its word and every
 transfer to hide behind computation. Exit code 0: fits with a tenth of the memory to spare.
 """
@@ -42,6 +45,9 @@ from north_jax.train.loss import SFT
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import abstract_state, make_train_step
 from pallas_kernels import aot
+from tools.fit_page import page
+from tools.fit_search import by_cost, most_tokens, named
+from tools.kernels import versions
 
 INT, FLOAT = jnp.int32, jnp.float32
 ARRAYS = {
@@ -63,17 +69,22 @@ MATRIX = {
 }
 
 
+def described_model(options: dict) -> tuple:
+    """(config, optimizer, abstract model) of the released model under these options."""
+    config = ModelConfig.from_hf(released().to_dict())
+    optimizer = make_optimizer(
+        make_schedule(1e-5, 100), **{k: options[k] for k in ("optimizer", "moments", "param_dtype")}
+    )
+    return config, optimizer, nnx.eval_shape(lambda: blocks.stack(Decoder(config, rngs=nnx.Rngs(0)), options["remat"]))
+
+
 def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, rows: int, options: dict) -> dict:
     """The figures of one step, as JSON. Raises what the compiler raises."""
     chip, _, topology = slice_.partition(":")
     described = aot.CHIPS[chip]
     devices = aot.devices(chip, slice_ if described.platform == "tpu" else topology)
     mesh = make_mesh(**sizes, devices=devices)
-    config = ModelConfig.from_hf(released().to_dict())
-    optimizer = make_optimizer(
-        make_schedule(1e-5, 100), **{k: options[k] for k in ("optimizer", "moments", "param_dtype")}
-    )
-    model = nnx.eval_shape(lambda: blocks.stack(Decoder(config, rngs=nnx.Rngs(0)), options["remat"]))
+    config, optimizer, model = described_model(options)
     state = abstract_state(model, optimizer, mesh)
     objective = SFT if job == "sft" else make_rl_objective(5.0)
     batch = {
@@ -101,7 +112,11 @@ def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, ro
         "parameters_bytes": held(state.params),
         "optimizer_bytes": held(state.opt_state),
         "temporaries_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": memory.peak_memory_in_bytes,
+        "total_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes,
         "capacity_bytes": int(described.memory),
         "collectives": [
             {"kind": kind, "axes": list(axes), "rounds": count, "bytes": total}
@@ -131,7 +146,7 @@ def figures(slice_: str, mesh: str, job: str, sequence: int, rows: int, options:
         lines = [line for line in ran.stderr.splitlines() if "Error" in line or "RESOURCE_EXHAUSTED" in line]
         return cell | {"error": (lines or ran.stderr.splitlines() or ["no message"])[-1][:300], "fits": False}
     found = json.loads(ran.stdout.splitlines()[-1])
-    return cell | found | {"fits": found["peak_bytes"] <= (1 - SPARE) * found["capacity_bytes"]}
+    return cell | found | {"fits": found["total_bytes"] <= (1 - SPARE) * found["capacity_bytes"]}
 
 
 def sizes_of(mesh: str) -> dict[str, int]:
@@ -149,8 +164,8 @@ def show(cell: dict) -> None:
     gib = {name.removesuffix("_bytes"): size / 2**30 for name, size in cell.items() if name.endswith("_bytes")}
     print(
         f"{name}\n  {'fits' if cell['fits'] else 'DOES NOT FIT'} per compiler, GiB a device: parameters"
-        f" {gib['parameters']:.2f}, optimizer {gib['optimizer']:.2f}, temporaries {gib['temporaries']:.2f}; peak"
-        f" {gib['peak']:.2f} of {gib['capacity']:.0f}"
+        f" {gib['parameters']:.2f}, optimizer {gib['optimizer']:.2f}, temporaries {gib['temporaries']:.2f}; total"
+        f" {gib['total']:.2f} of {gib['capacity']:.0f}"
     )
     for one in cell["collectives"]:
         axes = " x ".join(one["axes"])
@@ -184,30 +199,88 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--moments", default="float32")
     parser.add_argument("--param_dtype", default="bfloat16")
+    parser.add_argument("--search", action="store_true", help="the mesh that sends least and fits")
+    parser.add_argument("--max_tokens", action="store_true", help="tokens of a step that a device has room for")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there too")
+    parser.add_argument("--page", type=pathlib.Path, help="and a page of them, with bars")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.child:
         print(json.dumps(compile_step(*json.loads(arguments.child))))
         return
     options = {k: getattr(arguments, k) for k in ("accumulate", "remat", "optimizer", "moments", "param_dtype")}
+    slice_, mesh = MATRIX.get(arguments.slice, (arguments.slice, "fsdp=-1"))
+    mesh = arguments.mesh or mesh
+    one = (slice_, mesh, arguments.job, arguments.sequence, arguments.rows, options)
+    if arguments.search:
+        raise SystemExit(not search(*one))
+    if arguments.max_tokens:
+        raise SystemExit(not max_tokens(*one))
+    cells, runs = [], [one]
     if arguments.slice == "matrix":
-        jobs = [
-            (s, m, job, n) for s, m in MATRIX.values() for job, n in (("sft", 65536), ("sft", 131072), ("rl", 65536))
-        ]
-        runs = [(s, m, job, n, rows_of(m), options) for s, m, job, n in jobs]
-    else:
-        chosen = arguments
-        slice_, mesh = MATRIX.get(chosen.slice, (chosen.slice, "fsdp=-1"))
-        runs = [(slice_, chosen.mesh or mesh, chosen.job, chosen.sequence, chosen.rows, options)]
-    cells = []
+        runs = [(*run, options) for run in matrix()]
+        if arguments.json and arguments.json.exists():
+            before = json.loads(arguments.json.read_text())
+            cells = before["cells"] if before["versions"] == versions() else []
+            runs = [run for run in runs if not any(same(cell, run) for cell in cells)]
     for run in runs:
-        cells.append(figures(*run))
+        cells.append(figures(*run) | {"date": time.strftime("%Y-%m-%d")})
         show(cells[-1])
         if arguments.json:
-            versions = {"jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
-            arguments.json.write_text(json.dumps({"versions": versions, "cells": cells}, indent=1) + "\n")
+            arguments.json.write_text(json.dumps({"versions": versions(), "cells": cells}, indent=1) + "\n")
+        if arguments.page:
+            arguments.page.write_text(page(versions(), cells))
     raise SystemExit(not all(cell["fits"] for cell in cells))
+
+
+def matrix() -> list[tuple[str, str, str, int, int]]:
+    """Every preset's SFT at both lengths and RL, a row for every device that has its own."""
+    jobs = ("sft", 65536), ("sft", 131072), ("rl", 65536)
+    return [(slice_, mesh, job, n, rows_of(mesh)) for slice_, mesh in MATRIX.values() for job, n in jobs]
+
+
+def same(cell: dict, run: tuple) -> bool:
+    """Whether the cell is this run's."""
+    *names, options = run
+    return [cell[k] for k in ("slice", "mesh", "job", "sequence", "rows")] == names and options.items() <= cell.items()
+
+
+def search(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: dict) -> bool:
+    """Compiles on the meshes that the job divides over, the one that sends least first, until one fits."""
+    chip, _, topology = slice_.partition(":")
+    devices = aot.devices(chip, slice_ if aot.CHIPS[chip].platform == "tpu" else topology)
+    config, optimizer, model = described_model(options)
+    sizes = {"dense": 0, "experts": 0}
+    for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        sizes["experts" if "expert" in param.get_metadata("axes") else "dense"] += param.size
+    meshes = by_cost(config, len(devices), sequence, rows, (sizes["dense"], sizes["experts"]))
+    print(f"{len(meshes)} meshes divide {rows} rows of {sequence:,} tokens over {len(devices)} devices")
+    for candidate in meshes:
+        state = abstract_state(model, optimizer, make_mesh(**candidate, devices=devices))
+        before, capacity = held(state.params) + held(state.opt_state), aot.CHIPS[chip].memory
+        if before > (1 - SPARE) * capacity:
+            print(f"{named(candidate)}: parameters and optimizer alone are {before / 2**30:.1f} GiB")
+            continue
+        cell = figures(slice_, named(candidate), job, sequence, rows, options)
+        show(cell)
+        if cell["fits"]:
+            return True
+    print("none fits; accumulate more, keep less (--remat, --moments), or take more devices")
+    return False
+
+
+def max_tokens(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: dict) -> bool:
+    """Prints how many tokens of a step a device holds, by a line through `sequence` and half of it, both compiled."""
+    points, devices = [], math.prod(sizes_of(mesh).values())
+    for length in (sequence // 2, sequence):
+        cell = figures(slice_, mesh, job, length, rows, options)
+        show(cell)
+        if "error" in cell:
+            return False
+        points.append((rows * length // devices, cell["total_bytes"]))
+    most = most_tokens(points, int((1 - SPARE) * cell["capacity_bytes"]))
+    print(f"max_tokens_per_device: {most:,} per compiler, by a line through {points[0][0]:,} and {points[1][0]:,}")
+    return most > 0
 
 
 def rows_of(mesh: str) -> int:

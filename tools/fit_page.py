@@ -2,11 +2,12 @@
 
 import html
 
-# Component -> colour; what remains of the peak is activations, gradients and the compiler's own temporaries.
-PARTS = {"parameters": "#2b6cb0", "optimizer": "#805ad5", "the rest of the peak": "#dd6b20"}
+# Component -> colour; what remains is the batch, activations, gradients and the compiler's own temporaries.
+PARTS = {"parameters": "#2b6cb0", "optimizer": "#805ad5", "activations and all the rest": "#dd6b20"}
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1a202c }
-table { border-collapse: collapse; width: 100% } td, th { padding: .35rem .6rem; text-align: right; white-space: nowrap }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; color: #1a202c }
+table { border-collapse: collapse; width: 100% }
+td, th { padding: .35rem .6rem; text-align: right; white-space: nowrap }
 th { border-bottom: 2px solid #cbd5e0; font-weight: 600 } td { border-bottom: 1px solid #e2e8f0 }
 td:first-child, th:first-child, td.bar { text-align: left } td.bar { width: 26rem }
 .track { position: relative; height: 1.1rem; background: #edf2f7; border-radius: 3px; overflow: hidden; display: flex }
@@ -39,8 +40,8 @@ def _row(cell: dict) -> str:
     job = f"{cell['job'].upper()} {cell['sequence'] // 1024}K<br><small>{html.escape(cell['remat'])}</small>"
     if "error" in cell:
         return f'<tr><td>{name}<td>{job}<td>{cell["rows"]}<td colspan="8" class="no">{html.escape(cell["error"])}</tr>'
-    gib = {part: cell[f"{part}_bytes"] / 2**30 for part in ("parameters", "optimizer", "peak", "capacity", "host")}
-    sizes = gib["parameters"], gib["optimizer"], gib["peak"] - gib["parameters"] - gib["optimizer"]
+    gib = {part: cell[f"{part}_bytes"] / 2**30 for part in ("parameters", "optimizer", "total", "capacity", "host")}
+    sizes = gib["parameters"], gib["optimizer"], gib["total"] - gib["parameters"] - gib["optimizer"]
     bars = "".join(
         f'<span title="{part}: {size:.1f} GiB" style="width:{100 * size / gib["capacity"]:.2f}%;background:{colour}">'
         "</span>"
@@ -48,7 +49,7 @@ def _row(cell: dict) -> str:
     )
     sent = sum(one["bytes"] for one in cell["collectives"]) / 2**30
     values = (
-        f"{gib['peak']:.1f} of {gib['capacity']:.0f}",
+        f"{gib['total']:.1f} of {gib['capacity']:.0f}",
         "yes" if cell["fits"] else '<span class="no">no</span>',
         f"{cell['computing_seconds']:.1f}",
         f"{sent:,.0f}",
