@@ -41,4 +41,6 @@ def run_together(
     finally:
         for process in running:
             process.kill()
+            process.wait()
+            process.stdout.close()
     return [process.returncode for process in running], said

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import pathlib
 import re
 
 import jax
@@ -34,7 +33,6 @@ from north_jax.train.loss import token_logprobs
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, shard_batch
 
-TREE = pathlib.Path(__file__).parents[2]
 QUERIES, KEYS = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
 
 
