@@ -6,9 +6,11 @@ Everything a job makes lies in its workdir; `serve` makes nothing, and takes non
 import os
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
 from north_jax.envs import SandboxUnavailable
+from north_jax.parallel import processes
 from north_jax.pipeline import run_pipeline
 from north_jax.weights.checkpoint import CheckpointError
 
@@ -21,6 +23,8 @@ JOBS = {"pipeline": lambda config, workdir: run_pipeline(config, workdir)}
 def run(config: ConfigDict, workdir: str | None) -> None:
     """Runs the config's job. Raises ValueError for a job that is not known, or that lacks its workdir."""
     if config.job == "serve":
+        if jax.process_count() > 1:
+            raise ValueError("a sampler is one process: run config.job serve without --distributed")
         return _serve(config)
     if config.job not in JOBS:
         raise ValueError(f"config.job is {config.job!r}; known jobs: {', '.join(sorted([*JOBS, 'serve']))}")
@@ -28,8 +32,14 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         raise ValueError(f"--workdir must have a value: the job {config.job} keeps all that it makes there")
     path = Path(workdir).resolve()
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(config.to_json_best_effort(indent=1))
+    text = config.to_json_best_effort(indent=1)
+    if processes.first():
+        (path / "config.json").write_text(text)
+    processes.meet()
+    if not (path / "config.json").exists():
+        raise ValueError(f"{path} is not one folder for all processes: give a --workdir on a disk that they share")
     JOBS[config.job](config, path)
+    processes.meet()
 
 
 def _serve(config: ConfigDict) -> None:

@@ -1,6 +1,7 @@
 """python -m north_jax.main --config=configs/NAME.py --workdir=DIR [--config.path.to.key=value]"""
 
 import os
+import signal
 import sys
 
 from absl import app, flags, logging
@@ -8,6 +9,11 @@ from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration file, such as configs/demo.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that everything the run produces lies in.")
+
+
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "One of several processes of the run, each started with this command (docs/meshes.md)."
+)
 
 
 def _fail(message: str) -> None:
@@ -34,6 +40,14 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         _fail(f"unexpected argument {argv[1]!r}; settings are given as --config.path.to.key=value")
     logging.set_verbosity(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever wants the machine back is told the same
+    if _DISTRIBUTED.value:
+        from north_jax.parallel import processes
+
+        try:
+            processes.join()
+        except ValueError as error:
+            _fail(str(error))
     from north_jax import jobs  # here, so that a mistyped flag answers before JAX is loaded
 
     try:

@@ -31,7 +31,7 @@ from north_jax.evals.report import build_report
 from north_jax.evals.report_rollouts import record as report_line
 from north_jax.model.config import ModelConfig
 from north_jax.model.decoder import Decoder
-from north_jax.parallel import make_mesh
+from north_jax.parallel import make_mesh, processes
 from north_jax.rl.groups import Group
 from north_jax.rl.learner import queue_summary, run_rl
 from north_jax.sampler.process import SamplerProcess
@@ -41,7 +41,7 @@ from north_jax.weights import hf
 
 
 class Stages:
-    """Wall seconds per stage, kept in workdir/stages.json and added up over resumes."""
+    """Wall seconds per stage on the first process, kept in workdir/stages.json and added up over resumes."""
 
     def __init__(self, workdir: Path):
         self._path = workdir / "stages.json"
@@ -49,6 +49,9 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if not processes.first():
+            yield
+            return
         print(f"== {name}", flush=True)
         started = time.monotonic()
         try:
@@ -149,7 +152,10 @@ def model_config(config: ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
-    """Runs all stages that are not done yet; returns the report's path."""
+    """Runs all stages that are not done yet; returns the report's path.
+
+    Of several processes, which all call this, the first one alone does what is not training.
+    """
     exposure = check_templates(config)
     workdir.mkdir(parents=True, exist_ok=True)
     stage = Stages(workdir)
@@ -166,7 +172,7 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
         stack.callback(sampler.stop)
 
         demonstrations_file = workdir / "demonstrations.jsonl"
-        if not demonstrations_file.exists():
+        if processes.first() and not demonstrations_file.exists():
             with stage("demonstrations"):
                 record(
                     demonstrations_file,
@@ -178,12 +184,13 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                     workers=min(os.cpu_count() or 1, pool.size),
                 )
         tokenizer_dir = workdir / "tokenizer"
-        if not tokenizer_dir.exists():
+        if processes.first() and not tokenizer_dir.exists():
             with stage("tokenizer"):
                 make_tokenizer(config, read_demonstrations(demonstrations_file), tokenizer_dir)
+        processes.meet()
         chat = ChatFormat(Tokenizer.load(tokenizer_dir))
 
-        if not sft_model.exists():
+        if processes.from_first(not sft_model.exists()):
             with stage("sft"):
                 examples = sft_examples(read_demonstrations(demonstrations_file), chat)
                 data = [pack(examples, s.row_length, leave_out_longer=True) for s in config.sft.stages]
@@ -215,15 +222,19 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                 )
             return tuple(played)
 
-        with stage("evaluation before"):
-            before = evaluate("before", sft_model)
+        if processes.first():
+            with stage("evaluation before"):
+                before = evaluate("before", sft_model)
 
         rl_model = workdir / "rl" / "model"
-        if not rl_model.exists():
+        if processes.from_first(not rl_model.exists()):
             most = max(demonstration_counts(config).values())
-            with stage("rl"), _Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer) as witness:
+            with stage("rl"), contextlib.ExitStack() as files:
+                witness = None
+                if processes.first():
+                    witness = files.enter_context(_Witness(workdir / "rl" / "witness.jsonl", chat.tokenizer))
                 model = run_rl(
-                    hf.load(sft_model, **backends),
+                    hf.load(sft_model, mesh=mesh, **backends),
                     config.rl,
                     workdir / "rl",
                     mesh,
@@ -242,14 +253,18 @@ def run_pipeline(config: ConfigDict, workdir: Path) -> Path:
                     rl_model, model, version=str(config.rl.steps), step=config.rl.steps, tokenizer_dir=tokenizer_dir
                 )
 
-        with stage("evaluation after"):
-            after = evaluate("after", rl_model)
+        if processes.first():
+            with stage("evaluation after"):
+                after = evaluate("after", rl_model)
 
+    path = workdir / "report.html"
+    if not processes.first():
+        return path
     with stage("report"):
         results = _results(config, workdir, stage, tasks, summary.table(sampled, greedy, before, after, exposure))
         write_json(workdir / "results.json", results)
         _write_report_rollouts(workdir, chat.tokenizer, sampled, before[0], after[0])
-        path = build_report(workdir)
+        build_report(workdir)
     row = results["table"][0]
     print(
         f"held-out pass@1 {row['before']['pass_at_1'][0]:.3f} -> {row['after']['pass_at_1'][0]:.3f}, difference "

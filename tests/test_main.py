@@ -1,5 +1,6 @@
 """What a user types wrong at the command line gets one sentence and exit code 1."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -51,6 +52,17 @@ def test_one_sentence(arguments, sentence, tmp_path):
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert sentence in lines[-1] and not any("Traceback" in line for line in lines), done.stderr
+
+
+def test_several_processes_need_a_cluster(tmp_path):
+    command = [sys.executable, "-m", "north_jax.main", "--config=configs/demo.py", f"--workdir={tmp_path}/run"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "SLURM_"))}
+    environment["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(
+        [*command, "--distributed"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "error: --distributed: JAX finds no cluster here (TPU pod, Slurm, Open MPI): " in done.stderr
 
 
 def test_a_workdir_is_needed():

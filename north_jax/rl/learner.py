@@ -1,6 +1,7 @@
 """The learner of asynchronous RL: P groups, one CISPO step, and every K steps new weights for the sampler."""
 
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from north_jax.chat.format import ChatFormat
 from north_jax.envs.pool import SandboxPool
 from north_jax.envs.tasks import Task
 from north_jax.model import blocks
+from north_jax.parallel import processes
+from north_jax.parallel.sharding import RULES
 from north_jax.rl.batch import Batch, make_batch
 from north_jax.rl.curriculum import Curriculum
 from north_jax.rl.generation import Generation
@@ -154,8 +157,9 @@ class _Exports:
         self.folder, self._tokenizer = folder, tokenizer
 
     def write(self, state: TrainState, version: int) -> Path:
+        """On all processes."""
         path = self.folder / f"v{version:06d}"
-        if path.exists():  # of a learner step that was lost
+        if processes.first() and path.exists():  # of a learner step that was lost
             shutil.rmtree(path)
         hf.save(path, blocks.unstack(state.model()), version=str(version), step=version, tokenizer_dir=self._tokenizer)
         return path
@@ -190,7 +194,12 @@ def run_rl(
     under workdir: journal.jsonl, rollouts.jsonl, metrics.jsonl, checkpoints/, weights/. Where checkpoints are, the run
     continues from the newest: groups of lost steps are trained again, groups in flight start again under their ids.
 
-    SIGINT ends the running step, saves, and raises KeyboardInterrupt; a second one stops at once.
+    With several processes all call this. The first one has the queue, the sampler and the sandboxes, writes the files
+    and hands every batch to the others, which take the learner's steps with it; their `sampler`, `pool` and `witness`
+    are not used.
+
+    SIGINT or SIGTERM to the first process ends the running step, to others the one after it; the run saves and raises
+    KeyboardInterrupt. A second SIGINT stops at once.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     schedule = make_schedule(config.lr, config.steps, warmup=config.warmup, decay="constant")
@@ -206,88 +215,100 @@ def run_rl(
             step, state, _ = restored
         exports = _Exports(workdir / "weights", chat.tokenizer.path)
         exports.folder.mkdir(exist_ok=True)
-        sampler.checkpoint = exports.write(state, step)
-
-        journal = stack.enter_context(
-            Journal(
-                workdir / "journal.jsonl",
-                step=step,
-                capacity=config.queue_groups,
-                window=window_size(config.window, config.queue_groups),
+        exported = exports.write(state, step)
+        first = processes.first()
+        if first:
+            sampler.checkpoint = exported
+            journal = stack.enter_context(
+                Journal(
+                    workdir / "journal.jsonl",
+                    step=step,
+                    capacity=config.queue_groups,
+                    window=window_size(config.window, config.queue_groups),
+                )
             )
-        )
-        file = stack.enter_context(GroupFile(workdir / "rollouts.jsonl"))
-        writer = MetricsWriter(workdir / "metrics.jsonl", after_step=step)
-        stack.callback(writer.close)
-        generation = Generation(
-            journal=journal,
-            file=file,
-            curriculum=Curriculum(templates, make_task, group_size=config.group_size, seed=config.seed),
-            task_from_id=task_from_id,
-            group_size=config.group_size,
-            harnesses=harnesses,
-            chat=chat,
-            sampler=sampler,
-            pool=pool,
-            sampling=sampling,
-            version=step,
-            seed=config.seed,
-        )
-        generation.start()
-        stack.callback(generation.stop)
-        interrupted = stack.enter_context(interrupts())
-        bar = stack.enter_context(
-            tqdm(total=config.steps, initial=step, desc="RL", unit="step", dynamic_ncols=True, smoothing=0.1)
-        )
+            file = stack.enter_context(GroupFile(workdir / "rollouts.jsonl"))
+            writer = MetricsWriter(workdir / "metrics.jsonl", after_step=step)
+            stack.callback(writer.close)
+            generation = Generation(
+                journal=journal,
+                file=file,
+                curriculum=Curriculum(templates, make_task, group_size=config.group_size, seed=config.seed),
+                task_from_id=task_from_id,
+                group_size=config.group_size,
+                harnesses=harnesses,
+                chat=chat,
+                sampler=sampler,
+                pool=pool,
+                sampling=sampling,
+                version=step,
+                seed=config.seed,
+            )
+            generation.start()
+            stack.callback(generation.stop)
+            bar = stack.enter_context(
+                tqdm(total=config.steps, initial=step, desc="RL", unit="step", dynamic_ncols=True, smoothing=0.1)
+            )
+        interrupt = stack.enter_context(interrupts())
         train_step = make_train_step(make_rl_objective(config.ratio_cap), optimizer, mesh, accumulate=config.accumulate)
+        # The rows of a batch divide over the devices that split it.
+        row_multiple = math.lcm(8, math.prod(mesh.shape[axis] for axis in RULES["batch"]))
         last, alarm = time.perf_counter(), LoadAlarm(model_config)
         while step < config.steps:
             waiting = time.perf_counter()
-            before = journal.queue.stats(step)
-            groups = generation.take(config.groups_per_step, interrupted)
-            if interrupted.is_set():
+            arrays = None
+            if first:
+                before = journal.queue.stats(step)
+                groups = generation.take(config.groups_per_step, interrupt.event)
+                if not interrupt.event.is_set():
+                    batch = make_batch(groups, config.row_length, row_multiple=row_multiple)
+                    arrays = batch.arrays()
+            arrays = processes.from_first(arrays)
+            if arrays is None or interrupt.agreed():
                 _save(checkpoints, step, state)
                 raise KeyboardInterrupt
             wait_seconds = time.perf_counter() - waiting
-            batch = make_batch(groups, config.row_length)
-            arrays = batch.arrays()
             state, on_device = train_step(state, shard_batch(arrays, mesh))
-            logp_BS = np.asarray(on_device.pop("logp_BS"))
+            logp_BS = processes.on_host(on_device.pop("logp_BS"))
             values = {name: float(value) for name, value in on_device.items()}
             if not np.isfinite([values["loss"], values["grad_norm"]]).all():
                 raise FloatingPointError(
                     f"the loss is {values['loss']}, the gradient norm {values['grad_norm']} at RL step {step + 1}: "
                     "lower config.rl.lr and run again from the last checkpoint"
                 )
-            _show(witness, step + 1, groups, batch, logp_BS)
-            values |= rollout_metrics(groups, batch, logp_BS, step)
             step += 1
+            exporting = time.perf_counter()
+            exported = None
             if step % config.export_every == 0 or step == config.steps:
-                exporting = time.perf_counter()
-                path = exports.write(state, step)
-                generation.publish(path, step)
-                exports.keep_only(path)
-                values["export_seconds"] = time.perf_counter() - exporting
-            after = generation.stepped(reward=values["reward"])
-            now = time.perf_counter()
-            values |= {
-                "wait_seconds": wait_seconds,
-                "step_seconds": now - last,
-                "idle_share": wait_seconds / (now - last),
-                "filtered_groups": after["filtered"] - before["filtered"],
-                "failed_groups": after["failed"] - before["failed"],
-                "overtakes_max": after["max_overtakes"],
-            }
-            flops = step_flops(model_config, arrays["segment_ids_BS"])
-            values |= utilisation(flops, now - last - wait_seconds, mesh)
-            last = now
-            writer.write(step, values)
-            if sentence := alarm(step, values):
-                tqdm.write(sentence)
-            bar.set_postfix_str(
-                f"reward {values['reward']:.2f}, lag {values['lag_mean']:.1f}, idle {values['idle_share']:.0%}", False
-            )
-            bar.update()
+                exported = exports.write(state, step)
+            if first:
+                _show(witness, step, groups, batch, logp_BS)
+                values |= rollout_metrics(groups, batch, logp_BS, step - 1)
+                if exported is not None:
+                    generation.publish(exported, step)
+                    exports.keep_only(exported)
+                    values["export_seconds"] = time.perf_counter() - exporting
+                after = generation.stepped(reward=values["reward"])
+                now = time.perf_counter()
+                values |= {
+                    "wait_seconds": wait_seconds,
+                    "step_seconds": now - last,
+                    "idle_share": wait_seconds / (now - last),
+                    "filtered_groups": after["filtered"] - before["filtered"],
+                    "failed_groups": after["failed"] - before["failed"],
+                    "overtakes_max": after["max_overtakes"],
+                }
+                flops = step_flops(model_config, arrays["segment_ids_BS"])
+                values |= utilisation(flops, now - last - wait_seconds, mesh)
+                last = now
+                writer.write(step, values)
+                if sentence := alarm(step, values):
+                    tqdm.write(sentence)
+                bar.set_postfix_str(
+                    f"reward {values['reward']:.2f}, lag {values['lag_mean']:.1f}, idle {values['idle_share']:.0%}",
+                    False,
+                )
+                bar.update()
             if step % config.save_every == 0 or step == config.steps:
                 _save(checkpoints, step, state)
         checkpoints.wait()

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from north_jax.data import BatchIterator, Packed
 from north_jax.model import blocks
+from north_jax.parallel import processes
 from north_jax.train.expert_load import LoadAlarm
 from north_jax.train.flops import step_flops, utilisation
 from north_jax.train.interrupt import interrupts
@@ -79,7 +80,10 @@ def run_sft(
     `model`. Where workdir/checkpoints holds a checkpoint the run continues from it and ends, bit for bit, where it
     would have ended without a stop. Writes workdir/metrics.jsonl, steps counted from 1 over all stages.
 
-    SIGINT ends the running step, saves, and raises KeyboardInterrupt; a second one stops at once. Raises ValueError
+    With several processes all call this with the same data, and the first one writes the metrics.
+
+    SIGINT or SIGTERM, to any process, ends the running step, saves, and raises KeyboardInterrupt; a second SIGINT stops
+    at once. Raises ValueError
     for data that do not fit the stages, CheckpointError when a checkpoint cannot be written or belongs to other data,
     FloatingPointError when the loss or the gradient is not finite.
     """
@@ -116,9 +120,11 @@ def run_sft(
                     f"{checkpoints.directory} belongs to a run on other data, seed or batch_rows: use those again, or "
                     "another workdir"
                 )
-        writer = MetricsWriter(workdir / "metrics.jsonl", after_step=total)
-        stack.callback(writer.close)
-        interrupted = stack.enter_context(interrupts())
+        writer = None
+        if processes.first():
+            writer = MetricsWriter(workdir / "metrics.jsonl", after_step=total)
+            stack.callback(writer.close)
+        interrupt = stack.enter_context(interrupts())
 
         for index in range(first, len(stages)):
             if index > first:
@@ -131,7 +137,12 @@ def run_sft(
             label = f"SFT stage {index + 1}/{len(stages)}, {stage.row_length} tokens"
             bar = stack.enter_context(
                 tqdm(
-                    total=steps[index], initial=done, desc=label, unit="step", disable=not progress, dynamic_ncols=True
+                    total=steps[index],
+                    initial=done,
+                    desc=label,
+                    unit="step",
+                    disable=not (progress and processes.first()),
+                    dynamic_ncols=True,
                 )
             )
             report = _Reporter(writer, bar, f"sft{index + 1}", mesh, LoadAlarm(model_config))
@@ -141,11 +152,12 @@ def run_sft(
                 done, total = done + 1, start + done + 1
                 # The device has step N to do while the host waits for the metrics of step N - 1.
                 report.dispatched(total, metrics, step_flops(model_config, batch["segment_ids_BS"]))
-                if done % config.save_every == 0 or done == steps[index] or interrupted.is_set():
+                stop = interrupt.agreed()
+                if done % config.save_every == 0 or done == steps[index] or stop:
                     report.flush()  # a step whose numbers are not finite must not be saved
                     extra = {"stage": index, "done": done, "iterator": batches.get_state(), "data": digests}
                     checkpoints.save(total, state, extra)
-                if interrupted.is_set():
+                if stop:
                     checkpoints.wait()
                     raise KeyboardInterrupt
             bar.close()
@@ -156,7 +168,7 @@ def run_sft(
 class _Reporter:
     """Reads the metrics of a step only after the next one was dispatched, and times the steps by these reads."""
 
-    def __init__(self, writer: MetricsWriter, bar: tqdm, stage: str, mesh: Mesh, alarm: LoadAlarm):
+    def __init__(self, writer: MetricsWriter | None, bar: tqdm, stage: str, mesh: Mesh, alarm: LoadAlarm):
         self.writer, self.bar, self.stage, self.mesh, self.alarm = writer, bar, stage, mesh, alarm
         self.pending: tuple[int, dict, int] | None = None
         self.last, self.compiled = time.perf_counter(), False
@@ -184,9 +196,10 @@ class _Reporter:
             self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s", False)
         else:
             values["compile_seconds"], self.compiled = seconds, True
-        self.writer.write(step, values, stage=self.stage)
-        if sentence := self.alarm(step, values):
-            tqdm.write(sentence)
+        if self.writer is not None:
+            self.writer.write(step, values, stage=self.stage)
+            if sentence := self.alarm(step, values):
+                tqdm.write(sentence)
         self.bar.update()
 
 

@@ -1,12 +1,12 @@
 """The train state and the one compiled step that SFT and RL share."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -105,7 +105,7 @@ def _scales_sharding(scales, sharding: NamedSharding) -> NamedSharding:
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
-    """Puts this process's rows, each of them whole, of every [B, S] host array on the mesh.
+    """Puts every [B, S] host array, which all processes have whole, on the mesh: each its devices' part.
 
     Raises ValueError when the rows do not divide over the devices that split the batch, or a row over those that share
     it.
@@ -115,17 +115,11 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh) -> Batch:
     if mesh.shape["context"] > 1:
         for array in batch.values():
             chunk_length(array.shape[1], mesh.shape["context"])
-    parts = math.prod(mesh.shape[axis] for axis in sharding.spec[0])
-    places = sharding.addressable_devices_indices_map((parts, mesh.shape["context"])).values()
-    own = len({rows.start for rows, _ in places})
-
-    def put(array) -> jax.Array:
-        # With this shape columns are whole and the same on every process, which takes those of its devices.
-        shape = array.shape[0] * parts // own, *array.shape[1:]
-        return jax.make_array_from_process_local_data(sharding, array, shape)
-
     try:
-        return {name: put(array) for name, array in batch.items()}
+        return {
+            name: jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
+            for name, array in batch.items()
+        }
     except ValueError as error:
         raise ValueError(
             f"batch of {rows} rows does not divide over mesh {dict(mesh.shape)}: make batch_rows a multiple of "

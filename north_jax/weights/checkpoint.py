@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from north_jax.parallel import processes
 from north_jax.weights.folder import CheckpointError
 
 
@@ -23,7 +24,8 @@ class Checkpoints:
 
     A checkpoint holds a pytree of arrays (random keys among them) and a JSON dict (stage, data iterator, …) and appears
     under its number only when it is complete. Every array carries a checksum, so that damage is noticed and the one
-    before is taken. Any number of devices, in any mesh, can read what others wrote.
+    before is taken. Any number of devices, in any mesh and of any number of processes, can read what others wrote. With
+    several processes all make the same calls, and see the same directory.
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 2):
@@ -51,7 +53,7 @@ class Checkpoints:
         named = _named(state)
         arrays = {name: jax.random.key_data(array) if _is_key(array) else array for name, array in named.items()}
         needed = sum(array.nbytes for array in arrays.values())
-        free = shutil.disk_usage(self.directory).free
+        free = processes.from_first(shutil.disk_usage(self.directory).free)
         if needed > free:
             raise CheckpointError(self._no_room(step, f"needs {needed:,} bytes where {free:,} are free"))
         about = {
@@ -98,7 +100,7 @@ class Checkpoints:
             except Exception as error:  # whatever the storage layers raise on a bad file
                 damaged[step] = _gist(error)
                 continue
-            for bad, why in damaged.items():
+            for bad, why in damaged.items() if processes.first() else ():
                 (self.directory / str(bad)).rename(self.directory / f"{bad}.damaged")
                 print(
                     f"checkpoint {bad} in {self.directory} is damaged ({why}): it is now {bad}.damaged and the run "
@@ -106,6 +108,7 @@ class Checkpoints:
                     file=sys.stderr,
                 )
             if damaged:
+                processes.meet()
                 self._manager.reload()
             return step, state, extra
         if damaged:

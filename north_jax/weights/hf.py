@@ -14,7 +14,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from tqdm import tqdm
 
 from north_jax.model import Decoder, ModelConfig
-from north_jax.parallel import parameter_shardings
+from north_jax.parallel import parameter_shardings, processes
 from north_jax.weights.export import SHARD_BYTES, FolderWriter, Planned, Unit
 from north_jax.weights.folder import CheckpointError, Folder, checksum, is_orbax
 from north_jax.weights.names import Entry, by_parameter, manifest, parameters
@@ -266,17 +266,9 @@ class _Parameters:
         entry = self.entries[name]
         if self._held is None or self._held[0] != entry.path:
             self._held = None  # before the next one is fetched
-            self._held = (entry.path, _on_host(self._params[entry.path][...]))
+            self._held = (entry.path, processes.on_host(self._params[entry.path][...]))
         value = self._held[1]
         return to_matrix(value if entry.expert is None else value[entry.expert], entry)
-
-
-def _on_host(value: jax.Array) -> np.ndarray:
-    if value.is_fully_addressable:
-        return np.asarray(value)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
 
 def to_tensors(model: Decoder) -> dict[str, np.ndarray]:
@@ -310,25 +302,17 @@ def save(
     untouched.
     """
     source = _Parameters(model)
-    if jax.process_index() != 0:
+    if not processes.first():
         for name in source.entries:  # takes part in the gathering
             source(name)
-        _barrier(path)
+        processes.meet()
         return
     with FolderWriter(path, replace=True) as writer:
         plan = source.plan()
         write_configs(writer, model.config, source.dtype("model.embed_tokens.weight"), tokenizer_dir)
         written = writer.weights(plan, lambda unit: [source(unit[0].name)], max_shard_bytes=max_shard_bytes)
         writer.manifest(version=version, step=step, checksums=written)
-    _barrier(path)
-
-
-def _barrier(path: str | os.PathLike) -> None:
-    """No process goes on before the folder is there."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(f"saved {path}")
+    processes.meet()  # no process goes on before the folder is there
 
 
 def write_configs(

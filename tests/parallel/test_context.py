@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import math
-import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
+from packed_rows import batch_of
 from test_sharding import TINY
 
 from north_jax.model import Decoder
@@ -36,7 +33,6 @@ from north_jax.train.loss import token_logprobs
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import init_state, make_train_step, shard_batch
 
-TREE = pathlib.Path(__file__).parents[2]
 QUERIES, KEYS = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
 
 
@@ -60,25 +56,6 @@ def close(ours, expected):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-3))
-
-
-def batch_of(rows, S=64):
-    """Packed rows: documents over the edges of chunks, of one token, padding; a row of one document; one of padding."""
-    draw = np.random.default_rng(0)
-    layouts = [[10, 30, 1, 1, 15], [S], [], [1, 2, 3, 5, 8, 13, 21]]
-    segments_BS = np.zeros((rows, S), np.int32)
-    positions_BS = np.zeros((rows, S), np.int32)
-    for row, (segments_S, positions_S) in enumerate(zip(segments_BS, positions_BS, strict=True)):
-        at = 0
-        for number, length in enumerate(layouts[row % 4], 1):
-            segments_S[at : at + length], positions_S[at : at + length] = number, np.arange(length)
-            at += length
-    return {
-        "ids_BS": draw.integers(1, TINY.vocab_size, (rows, S), np.int32),
-        "segment_ids_BS": segments_BS,
-        "positions_BS": positions_BS,
-        "weights_BS": (draw.random((rows, S)) * (segments_BS > 0)).astype(np.float32),
-    }
 
 
 @pytest.mark.parametrize("c", [2, 4, 8])
@@ -220,39 +197,6 @@ def test_a_length_that_does_not_divide_is_refused_with_lengths_that_do():
         chunk_length(6, 4)
     with pytest.raises(ValueError, match="make batch_rows a multiple of data \\* fsdp \\* expert"):
         shard_batch({"ids_BS": np.zeros((3, 64), np.int32)}, mesh_of(data=2, context=4))
-
-
-PROCESS = """
-import sys
-import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], 2, rank := int(sys.argv[2]))
-from north_jax.parallel import make_mesh
-from north_jax.train.step import shard_batch
-x_BS = np.arange(4 * 16, dtype=np.int32).reshape(4, 16)
-# Processes that share rows pass the same ones, whole; others pass their own.
-for sizes, own in ({"context": 8}, x_BS), ({"data": 2, "context": 4}, x_BS[2 * rank :][:2]):
-    placed_BS = shard_batch({"ids_BS": own}, make_mesh(**sizes))["ids_BS"]
-    assert placed_BS.shape == x_BS.shape, placed_BS.shape
-    for shard in placed_BS.addressable_shards:
-        np.testing.assert_array_equal(shard.data, x_BS[shard.index])
-"""
-
-
-def test_every_process_places_its_part_of_the_rows():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(rank)],
-            env={"JAX_PLATFORMS": "cpu", "PATH": ""}, cwd=TREE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=200)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
 
 
 def test_rows_of_their_own_cost_nothing():

@@ -77,29 +77,31 @@ def test_two_stages_learn_and_report(straight):
 
 
 class InterruptedAt:
-    """Sends this process SIGINT as the n-th batch is taken."""
+    """Sends this process a signal as the n-th batch is taken."""
 
-    def __init__(self, monkeypatch, step):
+    def __init__(self, monkeypatch, step, number):
         taken, take = iter(range(1, 10**6)), BatchIterator.__next__
 
         def next_batch(iterator):
             if next(taken) == step:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
             return take(iterator)
 
         monkeypatch.setattr(BatchIterator, "__next__", next_batch)
 
 
-@pytest.mark.parametrize("step", [4, 14], ids=["first stage", "second stage"])
-def test_an_interrupted_run_resumes_to_the_same_bits(straight, tmp_path, monkeypatch, step):
+@pytest.mark.parametrize(("step", "number"), [(4, signal.SIGINT), (14, signal.SIGTERM)], ids=["Ctrl-C", "preemption"])
+def test_an_interrupted_run_resumes_to_the_same_bits(straight, tmp_path, monkeypatch, step, number):
+    """In the first stage and in the second."""
     total = sum(stage_steps(*pair) for pair in zip(data(), settings().stages, strict=True))
     first_stage = stage_steps(data()[0], settings().stages[0])
     assert first_stage < 14 < total
     with monkeypatch.context() as patch:
-        InterruptedAt(patch, step)
+        InterruptedAt(patch, step, number)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert max(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == step  # the step ended and was saved
     assert [line["step"] for line in numbers(tmp_path)] == list(range(1, step + 1))
     assert_same(run(tmp_path), straight[0])
