@@ -74,8 +74,8 @@ def test_the_page_shows_every_cell_and_what_does_not_fit():
     cell = {
         "slice": "v5p:4x4x4", "mesh": "fsdp=64", "job": "sft", "sequence": 65536, "rows": 64, "remat": "block",
         "parameters_bytes": 2**30, "optimizer_bytes": 4 * 2**30, "total_bytes": 20 * 2**30,
-        "capacity_bytes": 40 * 2**30, "host_bytes": 2**30, "collectives": [{"bytes": 2**30}], "computing_seconds": 1.5, "sending_seconds": 0.5,
-        "mfu_at_most": 1.0, "compile_seconds": 9.0, "fits": True,
+        "capacity_bytes": 40 * 2**30, "host_bytes": 2**30, "collectives": [{"bytes": 2**30}],
+        "computing_seconds": 1.5, "sending_seconds": 0.5, "mfu_at_most": 1.0, "compile_seconds": 9.0, "fits": True,
     }  # fmt: skip
     html = fit_page.page({"jax": "0"}, [cell, cell | {"fits": False}, cell | {"error": "<too large>"}])
     assert html.count("20.0 of 40") == 2 and html.count("width:37.50%") == 2  # 15 of 40 GiB are neither
