@@ -1,16 +1,16 @@
 """The loss head on a mesh against one device."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import collectives, needs_compiler, reduced
+from compilers import needs_compiler
 from jax.sharding import NamedSharding
 
 from north_jax.parallel import make_mesh, spec
+from north_jax.parallel.collectives import collectives
 from north_jax.train import head
 from pallas_kernels import aot, loss_head
 
@@ -74,6 +74,7 @@ def test_on_tpus_each_runs_the_kernels_on_its_part():
     assert {name for name in ("loss_head_forward", "loss_head_dx", "loss_head_dw") if name in text} == {
         "loss_head_forward", "loss_head_dx", "loss_head_dw",
     }  # fmt: skip
-    assert [shape.split("{")[0] for name, shape in collectives(text) if name == "all-gather"] == ["bf16[1024,128]"]
-    added = {dims for shapes in reduced(text) for dims in re.findall(r"\[([\d,]+)\]", shapes)}
-    assert added == {"1024,128", "1,512,128", "1,512"}
+    found = collectives(text, mesh)
+    assert [one.results for one in found if one.kind == "all-gather"] == [(("bf16", (1024, 128)),)]
+    added = {shape for one in found if one.kind == "all-reduce" for _, shape in one.results}
+    assert added == {(1024, 128), (1, 512, 128), (1, 512)}
