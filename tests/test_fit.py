@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from configs.model.north_mini_code import get_config as released
 from north_jax.model import ModelConfig
@@ -103,3 +103,12 @@ def test_a_matrix_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         fit.main([*command, "--remat", "offload"])
     assert len(asked) == 1 + 2 * len(fit.matrix())
+
+
+def test_a_node_is_eight_gpus():
+    mesh = make_mesh(data=1, fsdp=2, expert=4)
+    wide = make_mesh(data=2, expert=2, tensor=2)
+    assert fit.link("h200", mesh, ("expert",)) == fit.link("h200", wide, ("tensor", "expert")) == fit.LINKS["h200"]
+    sixteen = AbstractMesh((4, 2, 2), ("fsdp", "expert", "tensor"))
+    assert fit.link("h200", sixteen, ("expert", "tensor")) == fit.LINKS["h200"]
+    assert fit.link("h200", sixteen, ("fsdp",)) == fit.BETWEEN_NODES and fit.link("v5p", sixteen, ("fsdp",)) == 600e9

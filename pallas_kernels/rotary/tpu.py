@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.tpu_common import LANES
+from pallas_kernels.attention.tpu_common import LANES, round_up
 
 ROWS = 256  # tokens of a block: with 32 heads of 128, 2 MiB in bfloat16
+TURNED = 32  # tokens turned at once, which bounds the program
 
 
 def takes(x_BSHK: jax.Array) -> bool:
@@ -25,19 +26,25 @@ def takes(x_BSHK: jax.Array) -> bool:
 
 
 def _kernel(x_ref, cos_ref, sin_ref, out_ref, *, heads: int):
-    cos_RK, sin_RK = (ref[0].astype(jnp.float32) for ref in (cos_ref, sin_ref))
-    K = cos_RK.shape[1]
-    even_RK = jax.lax.broadcasted_iota(jnp.int32, cos_RK.shape, 1) % 2 == 0
-    for h in range(heads):
-        x_RK = x_ref[0, :, pl.ds(h * K, K)].astype(jnp.float32)
-        other_RK = jnp.where(even_RK, pltpu.roll(x_RK, K - 1, 1), pltpu.roll(x_RK, 1, 1))
-        out_ref[0, :, pl.ds(h * K, K)] = (x_RK * cos_RK + other_RK * sin_RK).astype(out_ref.dtype)
+    K = cos_ref.shape[2]
+    even_RK = jax.lax.broadcasted_iota(jnp.int32, (TURNED, K), 1) % 2 == 0
+
+    def turn(i, _):
+        rows = pl.ds(i * TURNED, TURNED)
+        cos_RK, sin_RK = (ref[0, rows, :].astype(jnp.float32) for ref in (cos_ref, sin_ref))
+        for h in range(heads):
+            columns = pl.ds(h * K, K)
+            x_RK = x_ref[0, rows, columns].astype(jnp.float32)
+            other_RK = jnp.where(even_RK, pltpu.roll(x_RK, K - 1, 1), pltpu.roll(x_RK, 1, 1))
+            out_ref[0, rows, columns] = (x_RK * cos_RK + other_RK * sin_RK).astype(out_ref.dtype)
+
+    jax.lax.fori_loop(0, x_ref.shape[1] // TURNED, turn, None)
 
 
 def rotate(x_BSHK: jax.Array, cos_BSK: jax.Array, sin_BSK: jax.Array, *, interpret=False) -> jax.Array:
     """See `api.rotate`. Takes heads of a multiple of 128; `interpret` as in `pl.pallas_call`."""
     B, S, H, K = x_BSHK.shape
-    rows = min(ROWS, S)
+    rows = min(ROWS, round_up(S, TURNED))
 
     def block(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, rows, width), lambda b, i: (b, i, 0))
