@@ -2,6 +2,7 @@
 
     python tools/bench.py convert --folder=DIR [--layers=9] [--rounds=3]
     python tools/bench.py sampler --folder=DIR [--sizes demo middle] [--rounds=3]
+    python tools/bench.py train --folder=DIR [--rounds=3]
     python tools/bench.py kernels [--folder=benchmarks]
 
 convert: writes a slice of North Mini Code at full width (hidden 2048, 128 experts, vocabulary 262,144; random finite
@@ -14,6 +15,11 @@ server, on one random model, float32, greedy, 32 prompt tokens and 128 new ones 
 turns, each while the others are stopped (SGLang's idle loop takes a core), and medians over the rounds count. "of
 limit" is the embedded server's share of what this machine's memory bandwidth (each matrix that is needed read once a
 step) and arithmetic would allow, both measured in the same run.
+
+train: ms and tokens/s of a train step of the demo's model (AdamW, clipping, float32) and of transformers and PyTorch's,
+plain and under torch.compile, on the same weights and batch: they take turns, medians over the rounds count. First both
+must have the same losses before and after a step; ours must not compile after its second step and runs under
+jax.transfer_guard("disallow"). See tools/bench_train.py.
 
 kernels: wants a TPU or a GPU; attention and the experts' layer beside what is installed (cuDNN, tokamax, PyTorch, what
 jax ships), correctness first, in under 8 minutes. See tools/bench_kernels.py. Writes DIR/CHIP.json and DIR/CHIP.md.
@@ -266,7 +272,7 @@ def bench_sampler(folder: pathlib.Path, sizes: Sequence[str], rounds: int) -> No
 def main(argv: list[str] | None = None) -> None:
     """Runs the benchmark that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("convert", "sampler", "kernels"))
+    parser.add_argument("what", choices=("convert", "sampler", "train", "kernels"))
     parser.add_argument("--folder", type=pathlib.Path, help="where to write; on the disk to be measured")
     parser.add_argument("--layers", type=int, default=9, help="9 layers are 11.4 GB")
     parser.add_argument("--sizes", nargs="+", choices=("demo", "middle"), default=("demo", "middle"))
@@ -282,6 +288,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--folder is needed: where to write; on the disk to be measured")
     if arguments.what == "convert":
         bench_convert(arguments.folder, arguments.layers, arguments.rounds)
+    elif arguments.what == "train":
+        from bench_train import bench_train
+
+        bench_train(arguments.folder, sampler_config("demo"), arguments.rounds)
     else:
         bench_sampler(arguments.folder, arguments.sizes, arguments.rounds)
 

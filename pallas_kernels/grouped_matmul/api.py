@@ -15,8 +15,8 @@ def grouped_matmul(x_PD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, bac
     `sizes_E` is int32. Rows past the sum of the sizes give zero. Differentiable in `x_PD` and `w_EDF`. `backend` is
     "xla", "tpu" (our kernels; bfloat16 or float32, in tiles that compile for all), the same in the tiles of a chip by
     its name ("v5e", "v5p", "v6e", "tpu7x"), "gpu" (ours for Hopper; bfloat16), "auto" (ours where the program is
-    compiled for a TPU, or in bfloat16 for CUDA, else "xla") or "reference". Raises ValueError on an unknown backend, on
-    a dtype that its kernels do not take, or on shapes that do not fit.
+    compiled for a TPU, for a CPU, or in bfloat16 for CUDA, else "xla") or "reference". Raises ValueError on an unknown
+    backend, on a dtype that its kernels do not take, or on shapes that do not fit.
     """
     _check("grouped_matmul", backend, x_PD, w_EDF, sizes_E)
     if backend == "reference":

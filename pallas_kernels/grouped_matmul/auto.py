@@ -7,12 +7,12 @@ import functools
 
 import jax
 
-from pallas_kernels.grouped_matmul import gpu, tpu, xla
+from pallas_kernels.grouped_matmul import cpu, gpu, tpu, xla
 
 
 def _chosen(name: str, *arguments, **options):
     """XLA's function of this name, or on a platform that has kernels for the first two's dtype its module's."""
-    kernels = {"tpu": tpu, "cuda": gpu} if gpu.supports(*arguments[:2]) else {"tpu": tpu}
+    kernels = {"cpu": cpu, "tpu": tpu} | ({"cuda": gpu} if gpu.supports(*arguments[:2]) else {})
     branches = {platform: functools.partial(getattr(module, name), **options) for platform, module in kernels.items()}
     default = functools.partial(getattr(xla, name), **options)
     return jax.lax.platform_dependent(*arguments, **branches, default=default)
