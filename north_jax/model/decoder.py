@@ -114,8 +114,9 @@ class MoE(nnx.Module):
             normalise=config.norm_topk_prob,
         )
         router_DE, experts = self.router_DE[...], (self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...])
-        if self.kind == "dense":
-            B, S, D = x_BSD.shape
+        B, S, D = x_BSD.shape
+        kind = moe.kind(config.num_experts, config.num_experts_per_tok, B * S) if self.kind == "auto" else self.kind
+        if kind == "dense":
             x_ND = x_BSD.reshape(-1, D)
             logits_NE = moe.router_logits(x_ND, router_DE)
             weights_NE, indices_NC = choose(logits_NE)
@@ -123,7 +124,7 @@ class MoE(nnx.Module):
             weights_NC = jnp.take_along_axis(weights_NE, indices_NC, axis=1)
             routing = [value.reshape(B, S, -1) for value in (logits_NE, weights_NC, indices_NC)]
         else:
-            backend = "auto" if self.kind == "grouped" else self.kind
+            backend = "auto" if kind == "grouped" else kind
             out_BSD, *routing = moe.mixture(x_BSD, router_DE, *experts, choose, backend=backend, method=self.exchange)
         logits_BSE, weights_BSC, indices_BSC = routing
         if trace is not None:
@@ -150,7 +151,7 @@ class Decoder(nnx.Module):
     `attention` names the backend of `pallas_kernels.attention` for rows. `moe` says how experts are computed: "dense",
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
-    by that backend. "auto" is "grouped" where at most an eighth of the experts are chosen. All give the same numbers.
+    by that backend. "auto" is `moe.kind`'s. All give the same numbers.
     `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method. For training,
     `blocks.stack` changes how the layers are kept and run.
     """
@@ -169,8 +170,6 @@ class Decoder(nnx.Module):
         for what, name, kinds in choices:
             if name not in kinds:
                 raise ValueError(f"Decoder: {what} {name!r} is not known; choose one of {', '.join(kinds)}")
-        if moe == "auto":
-            moe = "grouped" if config.num_experts >= 8 * config.num_experts_per_tok else "dense"
         self.config, self.attention = config, attention
         self.remat, self.repeats = "none", 1  # `blocks.stack` changes them
         shape = (config.vocab_size, config.hidden_size)

@@ -57,6 +57,14 @@ def expert_counts(indices_BSC: jax.Array, counted_BS: jax.Array, experts: int) -
     return jnp.sum(hit_BSCE, axis=(1, 2), dtype=jnp.int32)
 
 
+def kind(E: int, C: int, N: int) -> str:
+    """How C of E experts are best computed for N tokens: "grouped" where many are left out, and not for a few tokens.
+
+    All of a few small experts cost less than sorting tokens by them does.
+    """
+    return "grouped" if E >= 8 * C or (E >= 4 * C and N > FEW_TOKENS) else "dense"
+
+
 def experts_dense(
     x_ND: jax.Array, weights_NE: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
 ) -> jax.Array:
