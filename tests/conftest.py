@@ -1,8 +1,9 @@
-"""Eight virtual CPU devices, set before anything imports jax."""
+"""Eight virtual CPU devices, and the partitioner's warnings (tests/parallel), set before anything imports jax."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"
 _COUNT = "--xla_force_host_platform_device_count=8"
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()

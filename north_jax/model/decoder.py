@@ -17,7 +17,7 @@ from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
-from north_jax.parallel import to_zigzag
+from north_jax.parallel import gathered_along, to_zigzag
 from pallas_kernels import rotary
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
@@ -274,7 +274,8 @@ class Decoder(nnx.Module):
             if trace is not None:
                 trace[name] = value
 
-        x_BSD = self.embedding_VD[...][ids_BS]
+        # Over "fsdp" as all weights are: split in width it would give activations so, which no cheap exchange mends.
+        x_BSD = gathered_along(self.embedding_VD[...], ("vocab", "embed"), "embed")[ids_BS]
         note("embed", x_BSD)
 
         def counts(indices_BSC: jax.Array | None) -> jax.Array | None:

@@ -5,6 +5,7 @@ from north_jax.parallel.mesh import AXES, make_mesh
 from north_jax.parallel.presets import PRESETS
 from north_jax.parallel.sharding import (
     batch_sharding,
+    gathered_along,
     on_shards,
     parameter_shardings,
     parts,
@@ -18,6 +19,7 @@ __all__ = [
     "PRESETS",
     "batch_sharding",
     "chunk_length",
+    "gathered_along",
     "make_mesh",
     "on_shards",
     "parameter_shardings",

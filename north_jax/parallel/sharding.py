@@ -136,6 +136,13 @@ def whole(part: jax.Array, axes: Sequence[str | None], axis: str) -> jax.Array:
     return jax.lax.all_gather(part, RULES[axis], axis=axes.index(axis), tiled=True)
 
 
+def gathered_along(x: jax.Array, axes: Sequence[str | None], axis: str) -> jax.Array:
+    """Outside `on_shards`, what `whole` is inside it: an array with these names, no longer split along `axis`."""
+    if parts(axis) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec([None if name == axis else name for name in axes]))
+
+
 def shard_model(mesh: Mesh, model: nnx.Module) -> None:
     """Lays the parameters of the model out on the mesh."""
     params = nnx.state(model, nnx.Param)
