@@ -10,6 +10,11 @@ from north_jax.model import moe
 E, D, F, C = 6, 16, 8, 2
 
 
+def test_experts_are_grouped_where_most_are_left_out_and_tokens_are_many():
+    assert moe.kind(128, 8, 1) == moe.kind(8, 2, moe.FEW_TOKENS + 1) == "grouped"
+    assert moe.kind(8, 2, moe.FEW_TOKENS) == moe.kind(4, 2, 10**6) == "dense"
+
+
 @pytest.mark.parametrize("tokens", [1, 3, moe.FEW_TOKENS, moe.FEW_TOKENS + 1])
 def test_both_ways_are_the_weighted_sum_over_experts(tokens):
     keys = jax.random.split(jax.random.key(tokens), 5)
