@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
 def matrix() -> list[tuple[str, str, str, int, int]]:
     """Every preset's SFT at both lengths and RL, a row for every device that has its own."""
     jobs = ("sft", 65536), ("sft", 131072), ("rl", 65536)
-    return [(slice_, mesh, job, n, rows_of(mesh)) for slice_, mesh in MATRIX.values() for job, n in jobs]
+    return [(slice_, mesh, job, n, rows_of(mesh)) for job, n in jobs for slice_, mesh in MATRIX.values()]
 
 
 def same(cell: dict, run: tuple) -> bool:
