@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
         runs = [(*run, options) for run in matrix()]
         if arguments.json and arguments.json.exists():
             before = json.loads(arguments.json.read_text())
-            cells = before["cells"] if before["versions"] == versions() else []
+            cells = [c for c in before["cells"] if "error" not in c] if before["versions"] == versions() else []
             runs = [run for run in runs if not any(same(cell, run) for cell in cells)]
     for run in runs:
         cells.append(figures(*run) | {"date": time.strftime("%Y-%m-%d")})

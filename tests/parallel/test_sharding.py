@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -23,6 +24,7 @@ from north_jax.parallel import (
     sharding,
     spec,
 )
+from pallas_kernels import aot
 from pallas_kernels.chips import CHIPS
 
 TINY = ModelConfig(
@@ -216,3 +218,14 @@ def test_mesh_must_fit_the_devices():
         make_mesh(data=3)
     with pytest.raises(ValueError, match="does not fit 8 devices"):
         make_mesh(data=-1, fsdp=-1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_lies_on_its_slice(name):
+    """On the torus of the real slice."""
+    chip, _, topology = PRESETS[name].slice.partition(":")
+    needs_compiler(chip)
+    devices = aot.devices(chip, topology if CHIPS[chip].platform == "cuda" else PRESETS[name].slice)
+    mesh = make_mesh(preset=name, devices=devices)
+    assert sorted(device.id for device in mesh.devices.flat) == sorted(device.id for device in devices)
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == PRESETS[name].sizes
