@@ -9,8 +9,6 @@ from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's configuration file, such as configs/demo.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that everything the run produces lies in.")
-
-
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "One of several processes of the run, each started with this command (docs/meshes.md)."
 )

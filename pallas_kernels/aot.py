@@ -53,6 +53,12 @@ def devices(chip: str, topology: str | None = None) -> tuple[jax.Device, ...]:
         raise RuntimeError(f"no compiler for {chip}: pip install 'north_jax[aot]' ({error})") from error
 
 
+def slice_devices(slice_: str) -> tuple[jax.Device, ...]:
+    """`devices` of a chip and its topology in one word: v5p:4x4x4, h200:1x8x8."""
+    chip, _, topology = slice_.partition(":")
+    return devices(chip, slice_ if CHIPS[chip].platform == "tpu" else topology)
+
+
 def compile_for(chip: str, function: Callable, *arguments, **compiler_options) -> jax.stages.Compiled:
     """`function` compiled for one device of `chip`; arguments are arrays or ShapeDtypeStructs.
 

@@ -112,3 +112,16 @@ def test_a_node_is_eight_gpus():
     sixteen = AbstractMesh((4, 2, 2), ("fsdp", "expert", "tensor"))
     assert fit.link("h200", sixteen, ("expert", "tensor")) == fit.LINKS["h200"]
     assert fit.link("h200", sixteen, ("fsdp",)) == fit.BETWEEN_NODES and fit.link("v5p", sixteen, ("fsdp",)) == 600e9
+
+
+def test_tokens_of_a_device_whatever_the_mesh_leaves_open(monkeypatch, capsys):
+    """64 rows on 32 devices: 20 GiB at 65,536 tokens a device, 30 at 131,072, and 90 to fill."""
+
+    def figures(slice_, mesh, job, sequence, rows, options):
+        return {"devices": 32, "total_bytes": (10 + sequence * 20 // 65536) * 2**30, "capacity_bytes": 100 * 2**30}
+
+    monkeypatch.setattr(fit, "figures", figures)
+    monkeypatch.setattr(fit, "show", lambda cell: None)
+    with pytest.raises(SystemExit) as left:
+        fit.main(["v5p:2x4x4", "--max_tokens", "--sequence", "65536"])
+    assert left.value.code == 0 and "max_tokens_per_device: 524,288" in capsys.readouterr().out

@@ -81,10 +81,9 @@ def described_model(options: dict) -> tuple:
 
 def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, rows: int, options: dict) -> dict:
     """The figures of one step, as JSON. Raises what the compiler raises."""
-    chip, _, topology = slice_.partition(":")
+    chip = slice_.partition(":")[0]
     described = aot.CHIPS[chip]
-    devices = aot.devices(chip, slice_ if described.platform == "tpu" else topology)
-    mesh = make_mesh(**sizes, devices=devices)
+    mesh = make_mesh(**sizes, devices=aot.slice_devices(slice_))
     config, optimizer, model = described_model(options)
     state = abstract_state(model, optimizer, mesh)
     objective = SFT if job == "sft" else make_rl_objective(5.0)
@@ -108,6 +107,7 @@ def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, ro
     computing = flops / described.flops
     sending = sum(total / link(chip, mesh, axes) for (_, axes), (_, total) in sent.items())
     return {
+        "devices": mesh.size,
         "parameters_bytes": held(state.params),
         "optimizer_bytes": held(state.opt_state),
         "temporaries_bytes": memory.temp_size_in_bytes,
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     mesh = arguments.mesh or mesh
     one = (slice_, mesh, arguments.job, arguments.sequence, arguments.rows, options)
     if arguments.search:
-        raise SystemExit(not search(*one))
+        raise SystemExit(not search(slice_, *one[2:]))
     if arguments.max_tokens:
         raise SystemExit(not max_tokens(*one))
     cells, runs = [], [one]
@@ -252,10 +252,9 @@ def same(cell: dict, run: tuple) -> bool:
     return [cell[k] for k in ("slice", "mesh", "job", "sequence", "rows")] == names and options.items() <= cell.items()
 
 
-def search(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: dict) -> bool:
+def search(slice_: str, job: str, sequence: int, rows: int, options: dict) -> bool:
     """Compiles on the meshes that the job divides over, the one that sends least first, until one fits."""
-    chip, _, topology = slice_.partition(":")
-    devices = aot.devices(chip, slice_ if aot.CHIPS[chip].platform == "tpu" else topology)
+    devices, capacity = aot.slice_devices(slice_), aot.CHIPS[slice_.partition(":")[0]].memory
     config, optimizer, model = described_model(options)
     sizes = {"dense": 0, "experts": 0}
     for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -264,7 +263,7 @@ def search(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: 
     print(f"{len(meshes)} meshes divide {rows} rows of {sequence:,} tokens over {len(devices)} devices")
     for candidate in meshes:
         state = abstract_state(model, optimizer, make_mesh(**candidate, devices=devices))
-        before, capacity = held(state.params) + held(state.opt_state), aot.CHIPS[chip].memory
+        before = held(state.params) + held(state.opt_state)
         if before > (1 - SPARE) * capacity:
             print(f"{named(candidate)}: parameters and optimizer alone are {before / 2**30:.1f} GiB")
             continue
@@ -278,13 +277,13 @@ def search(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: 
 
 def max_tokens(slice_: str, mesh: str, job: str, sequence: int, rows: int, options: dict) -> bool:
     """Prints how many tokens of a step a device holds, by a line through `sequence` and half of it, both compiled."""
-    points, devices = [], math.prod(sizes_of(mesh).values())
+    points = []
     for length in (sequence // 2, sequence):
         cell = figures(slice_, mesh, job, length, rows, options)
         show(cell)
         if "error" in cell:
             return False
-        points.append((rows * length // devices, cell["total_bytes"]))
+        points.append((rows * length // cell["devices"], cell["total_bytes"]))
     most = most_tokens(points, int((1 - SPARE) * cell["capacity_bytes"]))
     print(f"max_tokens_per_device: {most:,} per compiler, by a line through {points[0][0]:,} and {points[1][0]:,}")
     return most > 0

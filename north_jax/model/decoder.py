@@ -151,9 +151,9 @@ class Decoder(nnx.Module):
     `attention` names the backend of `pallas_kernels.attention` for rows. `moe` says how experts are computed: "dense",
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
-    by that backend. "auto" is `moe.kind`'s. All give the same numbers.
-    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method. For training,
-    `blocks.stack` changes how the layers are kept and run.
+    by that backend. "auto" is what `moe.kind` says. All give the same numbers. `exchange` is how tokens reach grouped
+    experts on other devices, which is `moe.mixture`'s method. For training, `blocks.stack` changes how the layers are
+    kept and run.
     """
 
     def __init__(

@@ -83,9 +83,8 @@ def run_sft(
     With several processes all call this with the same data, and the first one writes the metrics.
 
     SIGINT or SIGTERM, to any process, ends the running step, saves, and raises KeyboardInterrupt; a second SIGINT stops
-    at once. Raises ValueError
-    for data that do not fit the stages, CheckpointError when a checkpoint cannot be written or belongs to other data,
-    FloatingPointError when the loss or the gradient is not finite.
+    at once. Raises ValueError for data that do not fit the stages, CheckpointError when a checkpoint cannot be written
+    or belongs to other data, FloatingPointError when the loss or the gradient is not finite.
     """
     workdir, stages = Path(workdir), list(config.stages)
     for number, (packed, stage) in enumerate(zip(data, stages, strict=True), 1):

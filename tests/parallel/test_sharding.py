@@ -223,9 +223,8 @@ def test_mesh_must_fit_the_devices():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_lies_on_its_slice(name):
     """On the torus of the real slice."""
-    chip, _, topology = PRESETS[name].slice.partition(":")
-    needs_compiler(chip)
-    devices = aot.devices(chip, topology if CHIPS[chip].platform == "cuda" else PRESETS[name].slice)
+    needs_compiler(PRESETS[name].slice.partition(":")[0])
+    devices = aot.slice_devices(PRESETS[name].slice)
     mesh = make_mesh(preset=name, devices=devices)
     assert sorted(device.id for device in mesh.devices.flat) == sorted(device.id for device in devices)
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == PRESETS[name].sizes
