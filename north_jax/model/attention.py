@@ -7,7 +7,9 @@ from north_jax.parallel import context, on_shards
 from pallas_kernels import attention as kernels
 from pallas_kernels import rotary
 
-QUERIES, KEYS = ("batch", "sequence", "heads", "head_dim"), ("batch", "sequence", "kv_heads", "head_dim")
+# Heads side by side, as projections leave them and kernels take them. Between devices and a device's part of an array
+# with an axis for the heads, a TPU's compiler would lay it out anew.
+QUERIES, KEYS = ("batch", "sequence", "heads"), ("batch", "sequence", "kv_heads")
 
 
 def row_spans(ids_BS: jax.Array, segment_ids_BS: jax.Array | None, window: int) -> tuple[tuple, tuple]:
@@ -36,9 +38,13 @@ def attend_rows(
     `backend` as in `pallas_kernels.attention`. On a mesh every device attends with its rows, its heads and its part of
     every row, in zig-zag order (`north_jax.parallel.context`).
     """
-    S = q_BSHK.shape[1]
+    S, K = q_BSHK.shape[1], q_BSHK.shape[3]
 
-    def attend(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
+    def attend(q_BSL, k_BSL, v_BSL, start_BS, end_BS):
+        heads = (_heads(x_BSL, K) for x_BSL in (q_BSL, k_BSL, v_BSL))
+        return _flat(attend_heads(*heads, start_BS, end_BS))
+
+    def attend_heads(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
         if context.context_size() == 1:
             return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window, backend=backend)[0]
         if window is None:
@@ -53,7 +59,8 @@ def attend_rows(
         return out_NLHK.reshape(q_BSHK.shape)
 
     rows = ("batch", "sequence")
-    return on_shards(attend, (QUERIES, KEYS, KEYS, rows, rows), QUERIES)(q_BSHK, k_BSGK, v_BSGK, *spans)
+    flat = (_flat(x_BSHK) for x_BSHK in (q_BSHK, k_BSGK, v_BSGK))
+    return _heads(on_shards(attend, (QUERIES, KEYS, KEYS, rows, rows), QUERIES)(*flat, *spans), K)
 
 
 def turn_rows(
@@ -63,13 +70,22 @@ def turn_rows(
 
     Where attention is not by our kernels for TPUs, this is neither. On a mesh every device turns what it has.
     """
-    how = backend if backend in rotary.BACKENDS else "reference"
+    how, K = backend if backend in rotary.BACKENDS else "reference", q_BSHK.shape[3]
 
-    def turn(q_BSHK, k_BSGK, *angles):
-        return tuple(rotary.rotate(x_BSHK, *angles, backend=how) for x_BSHK in (q_BSHK, k_BSGK))
+    def turn(q_BSL, k_BSL, *angles):
+        return tuple(_flat(rotary.rotate(_heads(x_BSL, K), *angles, backend=how)) for x_BSL in (q_BSL, k_BSL))
 
     angles = ("batch", "sequence", None)
-    return on_shards(turn, (QUERIES, KEYS, angles, angles), [QUERIES, KEYS])(q_BSHK, k_BSGK, cos_BSK, sin_BSK)
+    turned = on_shards(turn, (QUERIES, KEYS, angles, angles), [QUERIES, KEYS])
+    return tuple(_heads(x_BSL, K) for x_BSL in turned(_flat(q_BSHK), _flat(k_BSGK), cos_BSK, sin_BSK))
+
+
+def _flat(x_BSHK: jax.Array) -> jax.Array:
+    return x_BSHK.reshape(*x_BSHK.shape[:2], -1)
+
+
+def _heads(x_BSL: jax.Array, K: int) -> jax.Array:
+    return x_BSL.reshape(*x_BSL.shape[:2], -1, K)
 
 
 def _chunks(x_BS: jax.Array) -> jax.Array:

@@ -1,8 +1,10 @@
-"""The layers of a decoder that repeat as one stacked block, which a program then holds once: how training has them.
+"""The layers of a decoder that repeat, stacked by their kind, which a program then holds once: how training has them.
 
-The released model's 49 layers are a dense one and, 12 times, three sliding layers and a global one.
+The released model's 49 layers are a dense one and, 12 times, three sliding layers and a global one: a loop of 12 rounds
+with a loop of three in it.
 """
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -14,71 +16,85 @@ from north_jax.model.config import ModelConfig
 from pallas_kernels.attention import SAVED
 
 # What the backward pass finds of the forward pass; the rest it computes again. "none": all that it needs, which is
-# fastest and takes the most memory; "block": what enters a block (without one, a layer); "attention": that, and outputs
-# and log-sum-exps of attention, which is then not computed twice; "offload": as "block", in the host's memory.
+# fastest and takes the most memory; "block": what enters a layer; "attention": that, and outputs and log-sum-exps of
+# attention, which is then not computed twice; "offload": as "block", in the host's memory.
 REMAT = ("none", "block", "attention", "offload")
 _ENTERS = "block_input"
 
 Body = Callable[[nnx.Module, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
-def repeated(config: ModelConfig) -> tuple[int, int, int]:
-    """(first, period, repeats): from layer `first` on the same `period` kinds of layers come `repeats` times.
+def repeated(config: ModelConfig) -> tuple[int, tuple[int, ...], int]:
+    """(first, runs, repeats): from layer `first` on, runs of so many layers of one kind, all of it `repeats` times.
 
-    Fewer than `period` layers are left after them.
+    (1, (3, 1), 12) of the released model. Fewer than sum(runs) layers are left after them.
     """
     kinds = [(config.is_dense(i), config.is_sliding(i), config.uses_rope(i)) for i in range(config.num_hidden_layers)]
     first = sum(dense for dense, *_ in kinds)
     rest = kinds[first:]
     period = next(p for p in range(1, len(rest) + 2) if all(rest[i] == rest[i - p] for i in range(p, len(rest))))
-    return first, period, len(rest) // period
+    runs = tuple(len(list(same)) for _, same in itertools.groupby(rest[:period]))
+    return first, runs, len(rest) // period
 
 
 def stack(model: nnx.Module, remat: str = "none") -> nnx.Module:
-    """The decoder with the layers of its block stacked: their parameters get a leading axis "layer" of `repeats`.
+    """The decoder with the layers of each run stacked: their parameters get a leading axis "layer" of repeats · run.
 
-    Takes over the model's arrays, one kind of layer at a time, so that no more than a `period`-th of them is held
-    twice. The layers of a decoder in which none repeat, or that are stacked, stay as they are. `remat` is what `run`
-    will do. Raises ValueError where it is none of REMAT.
+    Takes over the model's arrays, one parameter of a run at a time, so that no more than that is held twice. The layers
+    of a decoder in which none repeat, or that are stacked, stay as they are. `remat` is what `run` will do. Raises
+    ValueError where it is none of REMAT.
     """
     if remat not in REMAT:
         raise ValueError(f"remat {remat!r} is not known; choose one of {', '.join(REMAT)}")
     model.remat = remat
-    first, period, repeats = repeated(model.config)
+    first, runs, repeats = repeated(model.config)
     if repeats < 2 or model.repeats > 1:
         return model
-    layers, end = list(model.layers), first + period * repeats
-    block = []
-    for i in range(first, first + period):
-        graph, *states = *nnx.split(layers[i]), *(nnx.state(layer) for layer in layers[i + period : end : period])
-        for j in range(i, end, period):
-            layers[j] = None  # its arrays go when they are stacked
-        layer = nnx.merge(graph, jax.tree.map(lambda *xs: jnp.stack(xs), *states))
-        block.append(_with_axes(layer, lambda axes: ("layer", *axes)))
-    return _with_layers(model, [*layers[:first], *block, *layers[end:]], repeats)
+    layers, period = list(model.layers), sum(runs)
+    end = first + period * repeats
+    before, after = layers[:first], layers[end:]
+    parts = [nnx.split(layer) for layer in layers[first:end]]
+    model.layers, layers = nnx.List([]), []  # nothing else holds the arrays, which go as they are stacked
+    stacks, start = [], 0
+    for run in runs:
+        graph = parts[start][0]
+        states = [dict(nnx.to_flat_state(parts[i][1])) for i in _of_run(start, run, period, repeats)]
+        for i in _of_run(start, run, period, repeats):
+            parts[i] = None
+        flat = {path: jax.tree.map(lambda *xs: jnp.stack(xs), *(s.pop(path) for s in states)) for path in [*states[0]]}
+        layer = nnx.merge(graph, nnx.from_flat_state(flat))
+        stacks.append(_with_axes(layer, lambda axes: ("layer", *axes)))
+        start += run
+    return _with_layers(model, [*before, *stacks, *after], repeats)
+
+
+def _of_run(start: int, run: int, period: int, repeats: int) -> list[int]:
+    # Of the layers that repeat, those of the run that begins at `start` in each period, in their order.
+    return [r * period + start + i for r in range(repeats) for i in range(run)]
 
 
 def unstack(model: nnx.Module) -> nnx.Module:
     """The decoder with its layers one by one again, in arrays of their own. Takes the model over, not its arrays."""
     if model.repeats == 1:
         return model
-    before, block, after = split(model)
-    parts = [nnx.split(layer) for layer in block]
-    layers = [
-        _with_axes(nnx.merge(graph, jax.tree.map(lambda x: x[i], state)), lambda axes: axes[1:])  # noqa: B023
-        for i in range(model.repeats)
-        for graph, state in parts
-    ]
+    before, stacks, after = split(model)
+    _, runs, repeats = repeated(model.config)
+    layers, start = [None] * (sum(runs) * repeats), 0
+    for run, (graph, state) in zip(runs, map(nnx.split, stacks), strict=True):
+        for i, at in enumerate(_of_run(start, run, sum(runs), repeats)):
+            layer = nnx.merge(graph, jax.tree.map(lambda x: x[i], state))  # noqa: B023
+            layers[at] = _with_axes(layer, lambda axes: axes[1:])
+        start += run
     return _with_layers(model, [*before, *layers, *after], 1)
 
 
 def split(model: nnx.Module) -> tuple[list, list, list]:
-    """The layers (before the stacked block, of it, after it)."""
+    """The layers (before the stacked ones, the stack of each run, after them)."""
     layers = list(model.layers)
     if model.repeats == 1:
         return layers, [], []
-    first, period, _ = repeated(model.config)
-    return layers[:first], layers[first : first + period], layers[first + period :]
+    first, runs, _ = repeated(model.config)
+    return layers[:first], layers[first : first + len(runs)], layers[first + len(runs) :]
 
 
 def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> tuple[jax.Array, jax.Array | None]:
@@ -88,31 +104,44 @@ def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> tuple[jax.Array, jax
     """
     kept = []
 
-    def through(layers: list, x_BSD: jax.Array, loop: bool) -> jax.Array:
-        graph, params = nnx.split(nnx.List(layers))
+    def of(layer: nnx.Module, loop: bool) -> tuple[Callable, nnx.State]:
+        graph, params = nnx.split(layer)
 
-        def block(x_BSD, params):
-            x_BSD, ones = checkpoint_name(x_BSD, _ENTERS), []
-            for layer in nnx.merge(graph, params):
-                x_BSD, one = body(layer, x_BSD)
-                ones.append(one)
-            return x_BSD, stacked(ones)
+        def one(x_BSD, params):
+            return body(nnx.merge(graph, params), checkpoint_name(x_BSD, _ENTERS))
 
-        block = _checkpointed(block, model.remat, loop)
-        x_BSD, several = jax.lax.scan(block, x_BSD, params) if loop else block(x_BSD, params)
-        if loop:
-            several = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several)
-        kept.append(several)
+        return _checkpointed(one, model.remat, loop), params
+
+    def alone(layer: nnx.Module, x_BSD: jax.Array) -> jax.Array:
+        one, params = of(layer, False)
+        x_BSD, own = one(x_BSD, params)
+        kept.append(stacked([own]))
         return x_BSD
 
-    before, block, after = split(model)
+    before, stacks, after = split(model)
     for layer in before:
-        x_BSD = through([layer], x_BSD, False)
-    if block:
-        x_BSD = through(block, x_BSD, True)
+        x_BSD = alone(layer, x_BSD)
+    if stacks:
+        ones, params = zip(*(of(layer, True) for layer in stacks), strict=True)
+        rounds = jax.tree.map(lambda x: x.reshape(model.repeats, -1, *x.shape[1:]), params)
+
+        def block(x_BSD, params):
+            own = []
+            for one, layers in zip(ones, params, strict=True):
+                x_BSD, several = jax.lax.scan(one, x_BSD, layers)
+                own.append(several)
+            return x_BSD, joined(own)
+
+        x_BSD, several = jax.lax.scan(block, x_BSD, rounds)
+        kept.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several))
     for layer in after:
-        x_BSD = through([layer], x_BSD, False)
-    return x_BSD, jax.tree.map(lambda *xs: jnp.concatenate(xs), *kept)
+        x_BSD = alone(layer, x_BSD)
+    return x_BSD, joined(kept)
+
+
+def joined(kept: list) -> jax.Array | None:
+    """What several runs of layers kept, one after the other; None where they kept None."""
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *kept)
 
 
 def stacked(kept: list) -> jax.Array | None:

@@ -15,10 +15,13 @@ def _steps(visits: jax.Array, G: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     done = jnp.cumsum(visits)
     step_G = jnp.arange(G, dtype=jnp.int32)
     last_G = jnp.minimum(step_G, done[-1] - 1)
-    # The group of a step is the number of groups done by then: one scatter of E ones, one running sum over G.
-    begun_G = jnp.zeros_like(step_G).at[done[:-1]].add(1, mode="drop")
-    group_G = jnp.cumsum(begun_G)[last_G]
-    return group_G, last_G - (done - visits)[group_G], step_G == last_G
+    group_G = jnp.sum(done[:-1, None] <= last_G, axis=0, dtype=jnp.int32)  # the groups done by then
+    return group_G, last_G - _of(done - visits, group_G), step_G == last_G
+
+
+def _of(value_E: jax.Array, group_G: jax.Array) -> jax.Array:
+    # value_E[group_G] as a compare and a sum: a TPU's gathers go number by number, and each is a program of its own.
+    return jnp.sum(jnp.where(group_G == jnp.arange(len(value_E))[:, None], value_E[:, None], 0), axis=0)
 
 
 def schedule(sizes_E: jax.Array, P: int, rows: int, *, empty: bool) -> tuple[jax.Array, ...]:
@@ -35,10 +38,10 @@ def schedule(sizes_E: jax.Array, P: int, rows: int, *, empty: bool) -> tuple[jax
     starts = jnp.append(0, ends[:-1])
     visits = jnp.where(ends > starts, (ends - 1) // rows - starts // rows + 1, int(empty))
     group_G, nth_G, real_G = _steps(visits, tiles + len(ends) - 1)
-    tile_G = jnp.minimum(starts // rows, tiles - 1)[group_G] + nth_G
+    tile_G = _of(jnp.minimum(starts // rows, tiles - 1), group_G) + nth_G
     works_G = real_G & (group_G < len(sizes_E))
-    low_G = jnp.where(works_G, jnp.maximum(starts[group_G] - tile_G * rows, 0), 0)
-    high_G = jnp.where(works_G, jnp.minimum(ends[group_G] - tile_G * rows, rows), 0)
+    low_G = jnp.where(works_G, jnp.maximum(_of(starts, group_G) - tile_G * rows, 0), 0)
+    high_G = jnp.where(works_G, jnp.minimum(_of(ends, group_G) - tile_G * rows, rows), 0)
     group_G = jnp.minimum(group_G, len(sizes_E) - 1)
     return tuple(x.astype(jnp.int32) for x in (group_G, tile_G, low_G, high_G))
 
@@ -57,8 +60,8 @@ def runs(sizes_E: jax.Array, P: int, rows: int, unit: int) -> tuple[jax.Array, .
     even, more = units // jnp.maximum(visits, 1), units % jnp.maximum(visits, 1)
 
     def row(nth_G: jax.Array) -> jax.Array:
-        start_G = starts[group_G] + unit * (nth_G * even[group_G] + jnp.minimum(nth_G, more[group_G]))
-        return jnp.minimum(start_G, ends[group_G])
+        start_G = _of(starts, group_G) + unit * (nth_G * _of(even, group_G) + jnp.minimum(nth_G, _of(more, group_G)))
+        return jnp.minimum(start_G, _of(ends, group_G))
 
     first_G = row(nth_G)
     count_G = jnp.where(real_G, row(nth_G + 1) - first_G, 0)

@@ -41,15 +41,15 @@ def expected():
 
 
 def test_what_repeats():
-    assert blocks.repeated(CONFIG) == (1, 4, 2)
-    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=49, layer_types=None)) == (1, 4, 12)
-    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=3, layer_types=None)) == (1, 1, 2)
+    assert blocks.repeated(CONFIG) == (1, (3, 1), 2)
+    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=49, layer_types=None)) == (1, (3, 1), 12)
+    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=3, layer_types=None)) == (1, (1,), 2)
 
 
 @pytest.mark.parametrize("remat", blocks.REMAT)
 def test_values_and_gradients_are_those_of_plain_layers(expected, remat):
     model = blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)), remat)
-    assert model.repeats == 2 and len(model.layers) == 6
+    assert model.repeats == 2 and len(model.layers) == 4
     assert model.layers[1].mlp.gate_EDF.get_metadata("axes")[0] == "layer"
     (loss, counts_LE), gradients = value_and_gradients(model)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
@@ -97,4 +97,4 @@ def test_attention_is_computed_again_only_where_it_is_not_kept():
         return text.count('kernel_name = "attention_forward"')
 
     counts = {remat: kernels(remat) for remat in ("none", "block", "attention")}
-    assert counts == {"none": 6, "block": 12, "attention": 6}
+    assert counts == {"none": 4, "block": 8, "attention": 4}
