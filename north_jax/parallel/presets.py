@@ -15,7 +15,7 @@ class Preset(NamedTuple):
 PRESETS = {
     "v5p-64": Preset("v5p:2x4x4", {"fsdp": 8, "expert": 4}),
     "v5p-128": Preset("v5p:4x4x4", {"fsdp": 16, "expert": 4}),
-    "v6e-256": Preset("v6e:16x16", {"fsdp": 32, "expert": 8}),
+    "v6e-256": Preset("v6e:16x16", {"fsdp": 8, "expert": 8, "context": 4}),
     "TPU7x-64": Preset("tpu7x:4x4x4", {"fsdp": 32, "expert": 4}),
     "8xH200": Preset("h200:1x1x8", {"fsdp": 2, "expert": 4}),
     "64xH200": Preset("h200:1x8x8", {"fsdp": 16, "expert": 4}),
