@@ -16,10 +16,10 @@ turns, each while the others are stopped (SGLang's idle loop takes a core), and 
 limit" is the embedded server's share of what this machine's memory bandwidth (each matrix that is needed read once a
 step) and arithmetic would allow, both measured in the same run.
 
-train: ms and tokens/s of a train step of the demo's model (AdamW, clipping, float32) and of transformers and PyTorch's,
-plain and under torch.compile, on the same weights and batch: they take turns, medians over the rounds count. First both
-must have the same losses before and after a step; ours must not compile after its second step and runs under
-jax.transfer_guard("disallow"). See tools/bench_train.py.
+train: ms and tokens/s of a train step (AdamW, clipping, float32) of a tiny model and of the demo's, and of transformers
+and PyTorch's, plain and under torch.compile, on the same weights and batch: they take turns, medians over the rounds
+count. First both must have the same losses before and after a step; ours must not compile after its second step and
+runs under jax.transfer_guard("disallow"). See tools/bench_train.py.
 
 kernels: wants a TPU or a GPU; attention and the experts' layer beside what is installed (cuDNN, tokamax, PyTorch, what
 jax ships), correctness first, in under 8 minutes. See tools/bench_kernels.py. Writes DIR/CHIP.json and DIR/CHIP.md.

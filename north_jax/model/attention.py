@@ -46,7 +46,8 @@ def attend_rows(
 
     def attend_heads(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
         if context.context_size() == 1:
-            return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window, backend=backend)[0]
+            # A row's own length is a window too: no query sees what comes after it.
+            return kernels.attention(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS, window=window or S, backend=backend)[0]
         if window is None:
             k_BTGK, v_BTGK = context.gathered(k_BSGK), context.gathered(v_BSGK)
             return kernels.attention(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, backend=backend)[0]

@@ -115,7 +115,10 @@ class MoE(nnx.Module):
         )
         router_DE, experts = self.router_DE[...], (self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...])
         B, S, D = x_BSD.shape
-        kind = moe.kind(config.num_experts, config.num_experts_per_tok, B * S) if self.kind == "auto" else self.kind
+        kind = self.kind
+        if kind == "auto":
+            size = D * config.intermediate_size
+            kind = moe.kind(config.num_experts, config.num_experts_per_tok, B * S, size)
         if kind == "dense":
             x_ND = x_BSD.reshape(-1, D)
             logits_NE = moe.router_logits(x_ND, router_DE)

@@ -12,6 +12,8 @@ from pallas_kernels.grouped_matmul import gated_grouped_matmul, grouped_matmul
 
 # Up to here, transposing the experts' matrices costs a CPU more than their products do: decoding, not training.
 FEW_TOKENS = 64
+# Numbers of an expert's matrix; where it has fewer, a loop over tiles costs a CPU more than all products at once.
+SMALL_MATRIX = 4096
 # Ways to bring tokens to experts on other devices; see `mixture`.
 EXCHANGES = ("auto", *METHODS)
 # Of a device, exchanged at one time: while these are computed the next ones travel. The buffers of a chunk have room
@@ -57,12 +59,13 @@ def expert_counts(indices_BSC: jax.Array, counted_BS: jax.Array, experts: int) -
     return jnp.sum(hit_BSCE, axis=(1, 2), dtype=jnp.int32)
 
 
-def kind(E: int, C: int, N: int) -> str:
-    """How C of E experts are best computed for N tokens: "grouped" where many are left out, and not for a few tokens.
+def kind(E: int, C: int, N: int, size: int) -> str:
+    """How C of E experts, of matrices of `size` numbers, are best computed for N tokens: "grouped" or "dense".
 
-    All of a few small experts cost less than sorting tokens by them does.
+    "grouped" where many are left out, but not for a few tokens or tiny matrices: all of a few small experts cost less
+    than sorting tokens by them does.
     """
-    return "grouped" if E >= 8 * C or (E >= 4 * C and N > FEW_TOKENS) else "dense"
+    return "grouped" if E >= 8 * C or (E >= 4 * C and N > FEW_TOKENS and size >= SMALL_MATRIX) else "dense"
 
 
 def experts_dense(

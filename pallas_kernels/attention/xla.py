@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.rule import differentiable
 
+# Parts that a causal row is computed in, and the least queries of one.
+PARTS, PART = 4, 32
+
 
 def attention(
     q_BSHK: jax.Array,
@@ -28,6 +31,15 @@ def forward(
     q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, *, scale: float, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(out_BSHK, lse_BHS) of `api.attention`."""
+    parts = [
+        _forward(q_BSHK[:, a:b], k_BTGK[:, :t], v_BTGK[:, :t], start_BS[:, a:b], end_BS[:, a:b], scale, window)
+        for a, b, t in causal_parts(q_BSHK.shape[1], k_BTGK.shape[1], window)
+    ]
+    outs_BSHK, lses_BHS = zip(*parts, strict=True)
+    return jnp.concatenate(outs_BSHK, axis=1), jnp.concatenate(lses_BHS, axis=2)
+
+
+def _forward(q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, scale: float, window: int | None):
     B, S, H, K = q_BSHK.shape
     s = block_length(S, k_BTGK.shape[1], window)
     q_GNMK = _queries(_blocks(q_BSHK * scale, s), k_BTGK.shape[2])
@@ -51,6 +63,22 @@ def backward(
     *, scale: float, window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq_BSHK, dk_BTGK, dv_BTGK), with p = exp(s - lse) and ds = p (do v^T - Σ do · out + dlse)."""
+    T = k_BTGK.shape[1]
+    dqs_BSHK, sums = [], [jnp.zeros_like(x_BTGK) for x_BTGK in (k_BTGK, v_BTGK)]
+    for a, b, t in reversed(causal_parts(q_BSHK.shape[1], T, window)):
+        own = (x_BS[:, a:b] for x_BS in (start_BS, end_BS, out_BSHK))
+        dq_BSHK, *both = _backward(
+            q_BSHK[:, a:b], k_BTGK[:, :t], v_BTGK[:, :t], *own, lse_BHS[:, :, a:b], dout_BSHK[:, a:b],
+            dlse_BHS[:, :, a:b], scale, window,
+        )  # fmt: skip
+        dqs_BSHK.insert(0, dq_BSHK)
+        sums = [dx if t == T else sum_BTGK.at[:, :t].add(dx) for sum_BTGK, dx in zip(sums, both, strict=True)]
+    return jnp.concatenate(dqs_BSHK, axis=1), *sums
+
+
+def _backward(
+    q_BSHK, k_BTGK, v_BTGK, start_BS, end_BS, out_BSHK, lse_BHS, dout_BSHK, dlse_BHS, scale: float, window: int | None
+):
     G = k_BTGK.shape[2]
     s = block_length(q_BSHK.shape[1], k_BTGK.shape[1], window)
     delta_BSH = jnp.einsum("BSHK,BSHK->BSH", dout_BSHK, out_BSHK, preferred_element_type=jnp.float32)
@@ -71,6 +99,16 @@ def backward(
     dk_GNTK = jnp.einsum("GNMT,GNMK->GNTK", ds_GNMT, q_GNMK)
     dv_GNTK = jnp.einsum("GNMT,GNMK->GNTK", p_GNMT, dout_GNMK)
     return _per_query(dq_GNMK, q_BSHK.shape) * scale, *untwist(dk_GNTK), *untwist(dv_GNTK)
+
+
+def causal_parts(S: int, T: int, window: int | None) -> list[tuple[int, int, int]]:
+    """(first, end, keys): queries first to end see no key from `keys` on. All of them at once where that is not known.
+
+    A window says that no query sees what comes after it: its parts of S / n queries cost (n + 1) / 2n of S * T.
+    """
+    n = 1 if window is None or S != T or block_length(S, T, window) is not None else PARTS
+    n = next(n for n in range(n, 0, -1) if S % n == 0 and (n == 1 or S // n >= PART))
+    return [(i * (S // n), (i + 1) * (S // n), T // n * (i + 1)) for i in range(n)]
 
 
 def block_length(S: int, T: int, window: int | None) -> int | None:

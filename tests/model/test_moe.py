@@ -11,8 +11,10 @@ E, D, F, C = 6, 16, 8, 2
 
 
 def test_experts_are_grouped_where_most_are_left_out_and_tokens_are_many():
-    assert moe.kind(128, 8, 1) == moe.kind(8, 2, moe.FEW_TOKENS + 1) == "grouped"
-    assert moe.kind(8, 2, moe.FEW_TOKENS) == moe.kind(4, 2, 10**6) == "dense"
+    size = moe.SMALL_MATRIX
+    assert moe.kind(128, 8, 1, 1) == moe.kind(8, 2, moe.FEW_TOKENS + 1, size) == "grouped"
+    assert moe.kind(8, 2, moe.FEW_TOKENS, size) == moe.kind(4, 2, 10**6, size) == "dense"
+    assert moe.kind(8, 2, 10**6, size - 1) == "dense"
 
 
 @pytest.mark.parametrize("tokens", [1, 3, moe.FEW_TOKENS, moe.FEW_TOKENS + 1])

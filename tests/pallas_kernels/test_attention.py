@@ -99,6 +99,8 @@ CASES = {
     "window of one": ([200], 1),
     "window longer than the row": ([150], 4096),
     "documents of one token": ([1] * 257, None),
+    "a row that is its own window": ([400], 400),
+    "packed in a row that is its own window": ([100, 1, 250, 161], 512),
     "packed with a window": ([100, 1, 250, 162], 130),
     "a window whose blocks divide the row": ([100, 1, 250, 165], 130),
 }
@@ -117,6 +119,10 @@ def test_a_row_with_a_window_is_cut_into_blocks():
     lengths, window = CASES["a window whose blocks divide the row"]
     assert xla.block_length(sum(lengths), sum(lengths), window) == 129
     assert xla.block_length(513, 513, 130) is None
+    assert xla.causal_parts(400, 400, 400)[1:3] == [(100, 200, 200), (200, 300, 300)]
+    assert len(xla.causal_parts(513, 513, 130)) == 3 and len(xla.causal_parts(40, 40, 40)) == 1
+    for S, T, window in ((400, 400, None), (400, 512, 400), (516, 516, 130)):
+        assert xla.causal_parts(S, T, window) == [(0, S, T)]
 
 
 @settings(max_examples=5, deadline=None, phases=[Phase.generate])  # each one compiles: shrinking would take minutes
