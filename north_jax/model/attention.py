@@ -40,9 +40,8 @@ def attend_rows(
     """
     S, K = q_BSHK.shape[1], q_BSHK.shape[3]
 
-    def attend(q_BSL, k_BSL, v_BSL, start_BS, end_BS):
-        heads = (_heads(x_BSL, K) for x_BSL in (q_BSL, k_BSL, v_BSL))
-        return _flat(attend_heads(*heads, start_BS, end_BS))
+    def attend(q_BSL, k_BSL, v_BSL, *spans):
+        return _flat(attend_heads(*(_heads(x_BSL, K) for x_BSL in (q_BSL, k_BSL, v_BSL)), *spans))
 
     def attend_heads(q_BSHK, k_BSGK, v_BSGK, start_BS, end_BS):
         if context.context_size() == 1:

@@ -57,9 +57,9 @@ def stack(model: nnx.Module, remat: str = "none") -> nnx.Module:
     model.layers, layers = nnx.List([]), []  # nothing else holds the arrays, which go as they are stacked
     stacks, start = [], 0
     for run in runs:
-        graph = parts[start][0]
-        states = [dict(nnx.to_flat_state(parts[i][1])) for i in _of_run(start, run, period, repeats)]
-        for i in _of_run(start, run, period, repeats):
+        graph, own = parts[start][0], _of_run(start, run, period, repeats)
+        states = [dict(nnx.to_flat_state(parts[i][1])) for i in own]
+        for i in own:
             parts[i] = None
         flat = {path: jax.tree.map(lambda *xs: jnp.stack(xs), *(s.pop(path) for s in states)) for path in [*states[0]]}
         layer = nnx.merge(graph, nnx.from_flat_state(flat))
@@ -130,16 +130,16 @@ def run(body: Body, x_BSD: jax.Array, model: nnx.Module) -> tuple[jax.Array, jax
             for one, layers in zip(ones, params, strict=True):
                 x_BSD, several = jax.lax.scan(one, x_BSD, layers)
                 own.append(several)
-            return x_BSD, joined(own)
+            return x_BSD, _joined(own)
 
         x_BSD, several = jax.lax.scan(block, x_BSD, rounds)
         kept.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several))
     for layer in after:
         x_BSD = alone(layer, x_BSD)
-    return x_BSD, joined(kept)
+    return x_BSD, _joined(kept)
 
 
-def joined(kept: list) -> jax.Array | None:
+def _joined(kept: list) -> jax.Array | None:
     """What several runs of layers kept, one after the other; None where they kept None."""
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *kept)
 

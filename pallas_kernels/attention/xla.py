@@ -64,16 +64,17 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq_BSHK, dk_BTGK, dv_BTGK), with p = exp(s - lse) and ds = p (do v^T - Σ do · out + dlse)."""
     T = k_BTGK.shape[1]
-    dqs_BSHK, sums = [], [jnp.zeros_like(x_BTGK) for x_BTGK in (k_BTGK, v_BTGK)]
+    dqs_BSHK, sums = [], []
     for a, b, t in reversed(causal_parts(q_BSHK.shape[1], T, window)):
         own = (x_BS[:, a:b] for x_BS in (start_BS, end_BS, out_BSHK))
         dq_BSHK, *both = _backward(
             q_BSHK[:, a:b], k_BTGK[:, :t], v_BTGK[:, :t], *own, lse_BHS[:, :, a:b], dout_BSHK[:, a:b],
             dlse_BHS[:, :, a:b], scale, window,
         )  # fmt: skip
-        dqs_BSHK.insert(0, dq_BSHK)
-        sums = [dx if t == T else sum_BTGK.at[:, :t].add(dx) for sum_BTGK, dx in zip(sums, both, strict=True)]
-    return jnp.concatenate(dqs_BSHK, axis=1), *sums
+        dqs_BSHK.append(dq_BSHK)
+        # The last part, which comes first, sees all keys.
+        sums = both if t == T else [x_BTGK.at[:, :t].add(dx) for x_BTGK, dx in zip(sums, both, strict=True)]
+    return jnp.concatenate(dqs_BSHK[::-1], axis=1), *sums
 
 
 def _backward(
@@ -106,8 +107,8 @@ def causal_parts(S: int, T: int, window: int | None) -> list[tuple[int, int, int
 
     A window says that no query sees what comes after it: its parts of S / n queries cost (n + 1) / 2n of S * T.
     """
-    n = 1 if window is None or S != T or block_length(S, T, window) is not None else PARTS
-    n = next(n for n in range(n, 0, -1) if S % n == 0 and (n == 1 or S // n >= PART))
+    known = window is not None and S == T and block_length(S, T, window) is None
+    n = next(n for n in range(PARTS if known else 1, 0, -1) if S % n == 0 and (n == 1 or S // n >= PART))
     return [(i * (S // n), (i + 1) * (S // n), T // n * (i + 1)) for i in range(n)]
 
 
