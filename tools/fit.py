@@ -99,7 +99,7 @@ def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, ro
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - worked
     memory = compiled.memory_analysis()
     sent: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for one in collectives(compiled.as_text(), mesh):
+    for one in collectives(compiled.as_text(), mesh, blocks.shares(config)):
         if one.bytes:
             total = sent[one.kind, one.axes]
             total[0], total[1] = total[0] + one.count, total[1] + one.count * one.bytes
@@ -118,7 +118,7 @@ def compile_step(slice_: str, sizes: dict[str, int], job: str, sequence: int, ro
         + memory.generated_code_size_in_bytes,
         "capacity_bytes": int(described.memory),
         "collectives": [
-            {"kind": kind, "axes": list(axes), "rounds": count, "bytes": total}
+            {"kind": kind, "axes": list(axes), "rounds": round(count), "bytes": round(total)}
             for (kind, axes), (count, total) in sorted(sent.items(), key=lambda item: -item[1][1])
         ],
         "flops": flops,

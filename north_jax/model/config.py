@@ -153,6 +153,10 @@ class ModelConfig:
         """Whether queries and keys are rotated: sliding layers, and the dense prefix when its pattern is 1."""
         return self.is_sliding(layer) or (self.is_dense(layer) and self.prefix_dense_sliding_window_pattern == 1)
 
+    def kind(self, layer: int) -> tuple[bool, bool]:
+        """Whether the layer's attention is sliding, and whether it is rotary: all that its parameters do not say."""
+        return self.is_sliding(layer), self.uses_rope(layer)
+
     @property
     def window(self) -> int:
         """Tokens visible to a query of a sliding layer, itself included."""

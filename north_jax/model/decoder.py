@@ -7,6 +7,7 @@ Each parameter carries the logical name of each of its axes (`axes`); `north_jax
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +48,25 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections of one attention layer, and what is particular to it: window and rotary positions."""
+    """Projections of one attention layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
         D, H, G, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         new = functools.partial(_param, rngs, scale=config.initializer_range, dtype=dtype)
         self.q_DHK = new((D, H, K), ("embed", "heads", "head_dim"))
         self.k_DGK = new((D, G, K), ("embed", "kv_heads", "head_dim"))
         self.v_DGK = new((D, G, K), ("embed", "kv_heads", "head_dim"))
         self.o_HKD = new((H, K, D), ("heads", "head_dim", "embed"))
-        self.sliding, self.rotary = config.is_sliding(layer), config.uses_rope(layer)
 
-    def project(self, x_BSD: jax.Array, turn: Callable) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, the first two by `turn`, which takes both, where the layer has positions."""
+    def project(self, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, not yet turned to positions."""
 
         def heads(w_DHK: jax.Array) -> jax.Array:
             # Flat: as an einsum over H and K, its gradient misses XLA's fast path on the CPU.
             D, H, K = w_DHK.shape
             return (x_BSD @ w_DHK.reshape(D, H * K)).reshape(*x_BSD.shape[:2], H, K)
 
-        q_BSHK, k_BSGK, v_BSGK = heads(self.q_DHK[...]), heads(self.k_DGK[...]), heads(self.v_DGK[...])
-        if self.rotary:
-            q_BSHK, k_BSGK = turn(q_BSHK, k_BSGK)
-        return q_BSHK, k_BSGK, v_BSGK
+        return heads(self.q_DHK[...]), heads(self.k_DGK[...]), heads(self.v_DGK[...])
 
     def output(self, heads_BSHK: jax.Array) -> jax.Array:
         """The heads mixed back into the model width."""
@@ -143,7 +140,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype, moe_kind: str, exchange: str):
         self.norm = Norm(config, dtype)
-        self.attention = Attention(config, layer, rngs, dtype)
+        self.attention = Attention(config, rngs, dtype)
         dense = config.is_dense(layer)
         self.mlp = DenseMLP(config, rngs, dtype) if dense else MoE(config, rngs, dtype, moe_kind, exchange)
 
@@ -174,7 +171,7 @@ class Decoder(nnx.Module):
             if name not in kinds:
                 raise ValueError(f"Decoder: {what} {name!r} is not known; choose one of {', '.join(kinds)}")
         self.config, self.attention = config, attention
-        self.remat, self.repeats = "none", 1  # `blocks.stack` changes them
+        self.remat, self.stacked = "none", False  # `blocks.stack` changes them
         shape = (config.vocab_size, config.hidden_size)
         self.embedding_VD = _param(rngs, shape, ("vocab", "embed"), config.initializer_range, param_dtype)
         self.layers = nnx.List(
@@ -210,14 +207,14 @@ class Decoder(nnx.Module):
         angles = self._angles(to_zigzag(jnp.broadcast_to(positions_BS, ids_BS.shape)))
         ids_BS = to_zigzag(ids_BS)
 
-        def turn(*both):
-            return attention.turn_rows(*both, *angles, backend=self.attention)
-
-        def attend(layer: Attention, q, k, v):
-            spans, window = (sliding, self.config.window) if layer.sliding else (full, None)
+        def attend(kind: tuple[bool, bool], q, k, v):
+            slides, rotates = kind
+            if rotates:
+                q, k = attention.turn_rows(q, k, *angles, backend=self.attention)
+            spans, window = (sliding, self.config.window) if slides else (full, None)
             return attention.attend_rows(q, k, v, spans, window=window, backend=self.attention)
 
-        x_BSD, counts_LBE = self._blocks(ids_BS, turn, attend, trace, trace is not None, counted_BS)
+        x_BSD, counts_LBE = self._blocks(ids_BS, attend, trace, trace is not None, counted_BS)
         # Over rows, and so over the devices that split them, once for all layers.
         return (x_BSD, counts_LBE.sum(axis=1)) if with_counts else x_BSD
 
@@ -251,15 +248,15 @@ class Decoder(nnx.Module):
         full, sliding = cache.views(tables, positions_BS, self.config.window)
         angles, written = self._angles(positions_BS), []
 
-        def turn(*both):
-            return [rotary.rotate(x_BSHK, *angles, backend=backend) for x_BSHK in both]
-
-        def attend(layer: Attention, q, k, v):
-            heads_BSHK, *both = cache.attend(len(written), q, k, v, sliding if layer.sliding else full, backend)
+        def attend(kind: tuple[bool, bool], q, k, v):
+            slides, rotates = kind
+            if rotates:
+                q, k = (rotary.rotate(x_BSHK, *angles, backend=backend) for x_BSHK in (q, k))
+            heads_BSHK, *both = cache.attend(len(written), q, k, v, sliding if slides else full, backend)
             written.append(both)
             return heads_BSHK
 
-        x_BSD, _ = self._blocks(ids_BS, turn, attend, trace, each=True)
+        x_BSD, _ = self._blocks(ids_BS, attend, trace, each=True)
         k, v = zip(*written, strict=True)
         return x_BSD, dataclasses.replace(cache, k=k, v=v)
 
@@ -267,10 +264,10 @@ class Decoder(nnx.Module):
         return rotary.angles(positions_BS, self.config.head_dim, self.config.rope_theta, self.embedding_VD.dtype)
 
     def _blocks(
-        self, ids_BS: jax.Array, turn, attend, trace: Trace, each: bool, counted_BS=None
+        self, ids_BS: jax.Array, attend: Callable, trace: Trace, each: bool, counted_BS=None
     ) -> tuple[jax.Array, jax.Array | None]:
         # each: `attend` or `trace` keep what every layer gives them, so each is traced, once.
-        if each and self.repeats > 1:
+        if each and self.stacked:
             raise ValueError("Decoder: stacked layers have no caches and no traces; `unstack` the model first")
 
         def note(name: str, value: jax.Array):
@@ -288,10 +285,9 @@ class Decoder(nnx.Module):
                 return jnp.zeros((len(counted_BS), self.config.num_experts), jnp.int32)
             return moe.expert_counts(indices_BSC, counted_BS, self.config.num_experts)
 
-        def through(layer: Layer, x_BSD: jax.Array, name: str = "") -> tuple[jax.Array, jax.Array | None]:
+        def through(layer: Layer, x_BSD: jax.Array, attend: Callable, name: str = "") -> tuple[jax.Array, Any]:
             normed_BSD = layer.norm(x_BSD)
-            q, k, v = layer.attention.project(normed_BSD, turn)
-            attn_BSD = layer.attention.output(attend(layer.attention, q, k, v))
+            attn_BSD = layer.attention.output(attend(*layer.attention.project(normed_BSD)))
             mlp_BSD, indices_BSC = layer.mlp(normed_BSD, trace, name)
             x_BSD = x_BSD + attn_BSD + mlp_BSD
             note(f"{name}/normed", normed_BSD)
@@ -303,11 +299,12 @@ class Decoder(nnx.Module):
         if each:
             kept = []
             for i, layer in enumerate(self.layers):
-                x_BSD, counts_BE = through(layer, x_BSD, f"layer{i}")
+                own = functools.partial(attend, self.config.kind(i))
+                x_BSD, counts_BE = through(layer, x_BSD, own, f"layer{i}")
                 kept.append(counts_BE)
             counts_LBE = blocks.stacked(kept)
         else:
-            x_BSD, counts_LBE = blocks.run(through, x_BSD, self)
+            x_BSD, counts_LBE = blocks.run(through, attend, x_BSD, self)
         x_BSD = self.norm(x_BSD)
         note("final_norm", x_BSD)
         return x_BSD, counts_LBE

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from jax.sharding import Mesh
@@ -12,7 +14,9 @@ _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
+)
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -20,6 +24,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 class Collective:
     """One instruction: `count` runs of `bytes`, which is what a device sends each time, over the mesh `axes`.
 
+    Within a branch that is taken sometimes, `count` may be a fraction: all instructions together have the true sum.
     all-gather, reduce-scatter, all-to-all: the (g-1)/g of the whole array in a group of g devices; all-reduce: twice
     that; collective-permute: the array; ragged-all-to-all: all that there is room for. `results`: type and shape of
     what comes out.
@@ -28,19 +33,20 @@ class Collective:
     kind: str
     axes: tuple[str, ...]
     bytes: int
-    count: int
+    count: int | Fraction
     results: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def collectives(text: str, mesh: Mesh) -> list[Collective]:
+def collectives(text: str, mesh: Mesh, shares: Sequence[Fraction] = ()) -> list[Collective]:
     """Those of a compiled program's text (`jax.stages.Compiled.as_text`), with the loops they are in counted.
 
-    A loop whose number of rounds the compiler does not know counts once.
+    A loop whose number of rounds the compiler does not know counts once. `shares`: how often each branch is taken, of
+    every conditional with as many of them (`north_jax.model.blocks.shares`); of others all branches count.
     """
     computations, entry = _computations(text)
     found: list[Collective] = []
 
-    def walk(name: str, count: int) -> None:
+    def walk(name: str, count: int | Fraction) -> None:
         for shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS:
@@ -54,8 +60,10 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
                 found.append(Collective(kind, _axes(devices, mesh), sent, count, results))
             rounds = _rounds(rest, computations) if operation == "while" else 1
             for one, several in _CALLED.findall(rest):
-                for called in (several or one).split(", "):
-                    walk(called.lstrip("%"), count * rounds)
+                branches = (several or one).split(", ")
+                known = shares if several and len(branches) == len(shares) else [1] * len(branches)
+                for called, share in zip(branches, known, strict=True):
+                    walk(called.lstrip("%"), count * rounds * share)
 
     walk(entry, 1)
     return found

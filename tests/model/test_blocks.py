@@ -11,7 +11,7 @@ from test_decoder import TINY, ids
 
 from north_jax.model import Decoder, blocks
 
-# A dense layer, twice three sliding and a global one, and one left over.
+# A dense layer, twice three sliding and a global one, and a sliding one.
 CONFIG = dataclasses.replace(TINY, num_hidden_layers=10, layer_types=None)
 
 
@@ -40,16 +40,16 @@ def expected():
     return loss, counts_LE, jax.tree.leaves(gradients)
 
 
-def test_what_repeats():
-    assert blocks.repeated(CONFIG) == (1, (3, 1), 2)
-    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=49, layer_types=None)) == (1, (3, 1), 12)
-    assert blocks.repeated(dataclasses.replace(TINY, num_hidden_layers=3, layer_types=None)) == (1, (1,), 2)
+def test_few_layers_stay_as_they_are():
+    few = dataclasses.replace(TINY, num_hidden_layers=blocks.FEWEST, layer_types=None)
+    model = blocks.stack(Decoder(few, rngs=nnx.Rngs(0)))
+    assert not model.stacked and len(model.layers) == blocks.FEWEST
 
 
 @pytest.mark.parametrize("remat", blocks.REMAT)
 def test_values_and_gradients_are_those_of_plain_layers(expected, remat):
     model = blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)), remat)
-    assert model.repeats == 2 and len(model.layers) == 4
+    assert model.stacked and len(model.layers) == 2
     assert model.layers[1].mlp.gate_EDF.get_metadata("axes")[0] == "layer"
     (loss, counts_LE), gradients = value_and_gradients(model)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
@@ -79,6 +79,26 @@ def test_there_and_back():
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), plain, back))
 
 
+def test_stacking_holds_one_parameter_twice(monkeypatch):
+    def held():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before = held()
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    whole, peaks, stack = held() - before, [], jnp.stack
+
+    def watched(arrays):
+        stacked = stack(arrays)
+        peaks.append(held() - before - whole - stacked.nbytes)
+        return stacked
+
+    monkeypatch.setattr(jnp, "stack", watched)
+    model = blocks.stack(model)
+    # Nine parameters; what is stacked already has taken its layers' place. (A parameter's arrays may go a stack late.)
+    largest = max(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert len(peaks) == 9 and max(peaks) <= largest and peaks[-1] == 0
+
+
 def test_stacked_layers_have_no_trace_and_no_cache():
     with pytest.raises(ValueError, match="`unstack` the model first"):
         blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0))).hidden(ids(1, 8), trace={})
@@ -97,4 +117,4 @@ def test_attention_is_computed_again_only_where_it_is_not_kept():
         return text.count('kernel_name = "attention_forward"')
 
     counts = {remat: kernels(remat) for remat in ("none", "block", "attention")}
-    assert counts == {"none": 4, "block": 8, "attention": 4}
+    assert counts == {"none": 3, "block": 6, "attention": 3}

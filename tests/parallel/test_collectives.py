@@ -1,5 +1,8 @@
 """What is read from a compiled program's text is what the program was written to send."""
 
+import functools
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -98,3 +101,18 @@ ENTRY %main (p: f32[16]) -> f32[2] {
         ("all-reduce", 2 * 64 * 7 // 8),
         ("reduce-scatter", 64 * 7 // 8),
     ]
+
+
+def test_a_branch_counts_as_often_as_it_is_taken():
+    def layer(x, which):
+        around = functools.partial(jax.lax.ppermute, axis_name="fsdp", perm=[(i, (i + 1) % 4) for i in range(4)])
+        return jax.lax.switch(which, [around, lambda x: jnp.sin(jax.lax.psum(x, "fsdp"))], x), None
+
+    def loop(x):
+        return jax.lax.scan(layer, x, jnp.asarray([1, 1, 0] * 4))[0]
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("fsdp")))
+    text = jax.jit(on_shards(loop, ("fsdp",))).lower(x).compile().as_text()
+    for shares, counts in (((), (12, 12)), ((Fraction(1, 3), Fraction(2, 3)), (4, 8))):
+        found = {one.kind: one.count for one in collectives(text, MESH, shares)}
+        assert (found["collective-permute"], found["all-reduce"]) == counts

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from packed_rows import batch_of
 from test_sharding import TINY
 
-from north_jax.model import Decoder
+from north_jax.model import Decoder, blocks
 from north_jax.model.attention import attend_rows, row_spans
 from north_jax.parallel import (
     batch_sharding,
@@ -217,10 +217,10 @@ def test_rows_of_their_own_cost_nothing():
 # What a program sends.
 
 
-def sent(program: jax.stages.Compiled, mesh: Mesh) -> dict[str, list[Collective]]:
+def sent(program: jax.stages.Compiled, mesh: Mesh, shares=()) -> dict[str, list[Collective]]:
     """The collectives of each kind, but for those of integers: ids and segments, a number for each token."""
     found = {}
-    for one in collectives(program.as_text(), mesh):
+    for one in collectives(program.as_text(), mesh, shares):
         if {word for word, _ in one.results} != {"s32"}:
             found.setdefault(one.kind, []).append(one)
     return found
@@ -306,13 +306,20 @@ def test_a_layer_computed_again_sends_the_forward_bytes_again(window):
     assert total(*found.values()) == 3 * 3 * closed_form(S, window, **SMALL)
 
 
-def test_only_keys_and_values_travel():
+@pytest.mark.parametrize("dense, layers", [(3, 3), (0, 8)], ids=["alone", "stacked"])
+def test_only_keys_and_values_travel(dense, layers):
     """A whole model, forward and backward: of the activations, what attention's closed form says, and no more."""
     S, B, c = 128, 2, 8
     config = dataclasses.replace(
-        TINY, layer_types=None, first_k_dense_replace=3, num_hidden_layers=3, prefix_dense_sliding_window_pattern=3
+        TINY,
+        layer_types=None,
+        first_k_dense_replace=dense,
+        num_hidden_layers=layers,
+        prefix_dense_sliding_window_pattern=3,
     )
-    graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    model = blocks.stack(Decoder(config, rngs=nnx.Rngs(0), moe="grouped"))
+    assert model.stacked == (dense == 0)
+    graph, params = nnx.split(model)
     mesh = mesh_of(context=c)
     params = jax.device_put(params, parameter_shardings(mesh, params))
     batch = shard_batch(batch_of(B, S), mesh)
@@ -321,16 +328,17 @@ def test_only_keys_and_values_travel():
         x_BSD = nnx.merge(graph, params).hidden(batch["ids_BS"], segment_ids_BS=batch["segment_ids_BS"])
         return (x_BSD**2).sum()
 
-    found = sent(jax.jit(on(mesh, jax.grad(loss))).lower(params, batch).compile(), mesh)
+    found = sent(jax.jit(on(mesh, jax.grad(loss))).lower(params, batch).compile(), mesh, blocks.shares(config))
     sizes = {"c": c, "H": 4, "G": 2, "K": 16}
-    sliding = B * sum(closed_form(S, config.window, **sizes) for i in range(3) if config.is_sliding(i))
-    full = B * sum(closed_form(S, None, **sizes) for i in range(3) if not config.is_sliding(i))
+    sliding = B * sum(closed_form(S, config.window, **sizes) for i in range(layers) if config.is_sliding(i))
+    full = B * sum(closed_form(S, None, **sizes) for i in range(layers) if not config.is_sliding(i))
     assert sliding and full
     assert total(found.pop("collective-permute")) == 2 * sliding
     assert total(found.pop("all-gather")) == total(found.pop("reduce-scatter")) == full
     # Besides: the gradients of the parameters, summed over the devices.
     assert set(found) == {"all-reduce"}
-    parameters = {x.shape for x in jax.tree.leaves(params)}
+    # (Of a stacked one a layer's part, in each round.)
+    parameters = {shape for x in jax.tree.leaves(params) for shape in (x.shape, x.shape[model.stacked :])}
     reduced = {math.prod(shape) for one in found["all-reduce"] for _, shape in one.results}
     assert reduced <= {1, *map(math.prod, parameters)}
 

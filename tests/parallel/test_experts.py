@@ -13,7 +13,7 @@ from compilers import needs_compiler
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from north_jax.model import Decoder, ModelConfig, init_cache, moe, own_pages
+from north_jax.model import Decoder, ModelConfig, blocks, init_cache, moe, own_pages
 from north_jax.parallel import batch_sharding, make_mesh, parameter_shardings, shard_model, spec
 from north_jax.parallel.collectives import KINDS, collectives
 from north_jax.train.loss import sft_loss
@@ -137,10 +137,15 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}, {"expert": 2, "context": 2, "tensor": 2}],
+    ids=str,
+)
 def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
-    """Attention, experts and the loss head, each on its shards."""
-    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), moe="grouped"))
+    """Attention, experts and the loss head, each on its shards, in layers that are stacked."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1 + blocks.FEWEST, layer_types=None)
+    graph, params = nnx.split(blocks.stack(Decoder(config, rngs=nnx.Rngs(0), moe="grouped"), "block"))
     ids_BS = jax.random.randint(jax.random.key(1), (8, 24), 1, CONFIG.vocab_size)
     segments_BS = jnp.asarray([[1] * 10 + [2] * 10 + [0] * 4] * 8)
     batch = {

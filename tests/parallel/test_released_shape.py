@@ -33,7 +33,7 @@ def test_two_steps_with_all_axes_that_split_tokens():
     """128 experts, 8 of them a token; windows and global layers, twice; 8,192 tokens in rows of documents."""
     mesh = make_mesh(fsdp=2, expert=2, context=2)
     model = blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(0)), "block")
-    assert model.repeats == 2
+    assert model.stacked
     optimizer = make_optimizer(make_schedule(3e-3, 10), compute_dtype="bfloat16")
     state, step = init_state(model, optimizer, mesh), make_train_step(SFT, optimizer, mesh)
     segments_BS = np.repeat(np.arange(1, 9), 256).reshape(1, 2048).repeat(4, axis=0).astype(np.int32)

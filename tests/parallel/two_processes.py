@@ -1,5 +1,6 @@
 """What each of the two processes of `test_processes.py` does: python two_processes.py FOLDER"""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -23,11 +24,12 @@ MESHES = {
     "data-fsdp-expert": {"data": 2, "fsdp": 2, "expert": 2},
     "fsdp-context": {"fsdp": 2, "context": 4},
 }
+CONFIG = dataclasses.replace(TINY, num_hidden_layers=1 + blocks.FEWEST, layer_types=None)  # so that they are stacked
 OPTIMIZER = make_optimizer(make_schedule(3e-4, 100))
 
 
 def begin(mesh, seed=0):
-    return init_state(blocks.stack(Decoder(TINY, rngs=nnx.Rngs(seed))), OPTIMIZER, mesh)
+    return init_state(blocks.stack(Decoder(CONFIG, rngs=nnx.Rngs(seed))), OPTIMIZER, mesh)
 
 
 def step(mesh):
