@@ -1,6 +1,8 @@
 """tools/fit.py as far as it goes without the compilers; with them, docs/meshes.md has its figures."""
 
+import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,13 @@ def test_the_page_shows_every_cell_and_what_does_not_fit():
     assert '<span class="no">no</span>' in html and "&lt;too large&gt;" in html
 
 
+def test_the_docs_have_the_cells_that_were_compiled():
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    found = json.loads((docs / "fit.json").read_text())
+    assert fit_page.table(found["cells"]) in (docs / "meshes.md").read_text()
+    assert all(f"{name} {found['versions'][name]}" in (docs / "meshes.md").read_text() for name in ("jax", "libtpu"))
+
+
 def test_a_matrix_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     asked = []
 
@@ -94,6 +103,7 @@ def test_a_matrix_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fit, "figures", figures)
     monkeypatch.setattr(fit, "show", lambda cell: None)
+    monkeypatch.setattr(fit, "table", lambda cells: "")
     command = ["matrix", "--json", str(tmp_path / "fit.json")]
     with pytest.raises(KeyboardInterrupt):
         fit.main(command)

@@ -4,7 +4,7 @@
     python tools/fit.py v5p-128                 # the same by a name of north_jax/parallel/presets.py
     python tools/fit.py v5p-64 --search         # the meshes that send least, until one fits
     python tools/fit.py v5p-64 --max_tokens     # of one device, by a line through two compiled lengths
-    python tools/fit.py matrix --json docs/fit.json --page docs/fit.html    # goes on where it was stopped
+    python tools/fit.py matrix --json docs/fit.json    # goes on where it was stopped; delete for another program
 
 Needs `pip install -e '.[aot]'`. Compiles the very step that `run_sft` or `run_rl` takes, of the released model, in a
 process of its own, and prints, per device: parameters, optimizer state, temporaries and the total (arguments, results
@@ -46,7 +46,7 @@ from north_jax.train.loss import SFT
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import abstract_state, make_train_step
 from pallas_kernels import aot
-from tools.fit_page import page
+from tools.fit_page import page, table
 from tools.fit_search import by_cost, most_tokens, named
 from tools.kernels import versions
 
@@ -237,6 +237,8 @@ def main(argv: list[str] | None = None) -> None:
             arguments.json.write_text(json.dumps({"versions": versions(), "cells": cells}, indent=1) + "\n")
         if arguments.page:
             arguments.page.write_text(page(versions(), cells))
+    if arguments.slice == "matrix":
+        print(table(cells))
     raise SystemExit(not all(cell["fits"] for cell in cells))
 
 

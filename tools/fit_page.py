@@ -1,6 +1,8 @@
-"""The page of `tools/fit.py`: memory per device in bars, by component, against what the chip has."""
+"""What `tools/fit.py` found, as a page with bars of a device's memory, and as the table of docs/meshes.md."""
 
 import html
+
+from north_jax.parallel import PRESETS
 
 # Component -> colour; what remains is the batch, activations, gradients and the compiler's own temporaries.
 PARTS = {"parameters": "#2b6cb0", "optimizer": "#805ad5", "activations and all the rest": "#dd6b20"}
@@ -59,3 +61,27 @@ def _row(cell: dict) -> str:
     )
     track = f'<div class="track">{bars}<div class="limit" style="height:100%"></div></div>'
     return f'<tr><td>{name}<td>{job}<td>{cell["rows"]}<td class="bar">{track}{"".join(f"<td>{v}" for v in values)}</tr>'
+
+
+def table(cells: list[dict]) -> str:
+    """The cells in Markdown, by job and length, and by the order of the presets."""
+    names = {preset.slice: name for name, preset in PRESETS.items()}
+    columns = (
+        "slice | job | rows | parameters | optimizer | total | of | fits | sent | FLOPs, s | transfers, s |"
+        " compiled, s (of a core) | host"
+    )
+    lines = [f"| {columns} |", "|" + " --- |" * len(columns.split("|"))]
+    for cell in sorted(cells, key=lambda cell: (cell["job"] != "sft", cell["sequence"], [*names].index(cell["slice"]))):
+        said = f"{names[cell['slice']]} | {cell['job'].upper()} {cell['sequence'] // 1024}K | {cell['rows']}"
+        if "error" in cell:
+            lines.append(f"| {said} | {cell['error']} |")
+            continue
+        gib = {key.removesuffix("_bytes"): size / 2**30 for key, size in cell.items() if key.endswith("_bytes")}
+        sent = sum(one["bytes"] for one in cell["collectives"]) / 2**30
+        lines.append(
+            f"| {said} | {gib['parameters']:.1f} | {gib['optimizer']:.1f} | {gib['total']:.1f} | {gib['capacity']:.0f}"
+            f" | {'yes' if cell['fits'] else 'no'} | {sent:,.0f} | {cell['computing_seconds']:.1f}"
+            f" | {cell['sending_seconds']:.1f} | {cell['compile_seconds']:.0f} ({cell['compile_cpu_seconds']:.0f})"
+            f" | {gib['host']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"

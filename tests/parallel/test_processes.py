@@ -11,6 +11,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from side_by_side import run_together
 from two_processes import MESHES, arrays, begin, step
 
+from north_jax.model import blocks
 from north_jax.parallel import make_mesh, processes
 from north_jax.train.metrics import read_metrics
 from north_jax.weights import hf
@@ -88,7 +89,7 @@ def same(expected, found):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_two_processes_export_what_they_hold(together, name):
-    exported = nnx.state(hf.load(together / f"{name}.model"), nnx.Param)
+    exported = nnx.state(blocks.stack(hf.load(together / f"{name}.model")), nnx.Param)
     saved = np.load(together / f"{name}.npz")
     same({f".params{keystr(path)}": leaf for path, leaf in tree_leaves_with_path(exported)}, saved)
 
