@@ -315,6 +315,7 @@ def test_only_keys_and_values_travel(dense, layers):
         layer_types=None,
         first_k_dense_replace=dense,
         num_hidden_layers=layers,
+        sliding_window_pattern=4,
         prefix_dense_sliding_window_pattern=3,
     )
     model = blocks.stack(Decoder(config, rngs=nnx.Rngs(0), moe="grouped"))
