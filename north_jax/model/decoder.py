@@ -18,7 +18,7 @@ from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
-from north_jax.parallel import gathered_along, to_zigzag
+from north_jax.parallel import gathered_along, parts, to_zigzag
 from pallas_kernels import rotary
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
@@ -115,7 +115,9 @@ class MoE(nnx.Module):
         kind = self.kind
         if kind == "auto":
             size = D * config.intermediate_size
-            kind = moe.kind(config.num_experts, config.num_experts_per_tok, B * S, size)
+            # Every expert on all tokens at once would gather a row that devices share.
+            shared = parts("sequence") > 1
+            kind = "grouped" if shared else moe.kind(config.num_experts, config.num_experts_per_tok, B * S, size)
         if kind == "dense":
             x_ND = x_BSD.reshape(-1, D)
             logits_NE = moe.router_logits(x_ND, router_DE)
@@ -151,9 +153,9 @@ class Decoder(nnx.Module):
     `attention` names the backend of `pallas_kernels.attention` for rows. `moe` says how experts are computed: "dense",
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
-    by that backend. "auto" is what `moe.kind` says. All give the same numbers. `exchange` is how tokens reach grouped
-    experts on other devices, which is `moe.mixture`'s method. For training, `blocks.stack` changes how the layers are
-    kept and run.
+    by that backend. "auto" is what `moe.kind` says, and "grouped" where devices share a row. All give the same numbers.
+    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method. For training,
+    `blocks.stack` changes how the layers are kept and run.
     """
 
     def __init__(

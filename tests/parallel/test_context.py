@@ -318,7 +318,7 @@ def test_only_keys_and_values_travel(dense, layers):
         sliding_window_pattern=4,
         prefix_dense_sliding_window_pattern=3,
     )
-    model = blocks.stack(Decoder(config, rngs=nnx.Rngs(0), moe="grouped"))
+    model = blocks.stack(Decoder(config, rngs=nnx.Rngs(0)))
     assert model.stacked == (dense == 0)
     graph, params = nnx.split(model)
     mesh = mesh_of(context=c)
