@@ -8,6 +8,7 @@ _COUNT = "--xla_force_host_platform_device_count=8"
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 from flax import nnx  # noqa: E402
 
@@ -18,6 +19,14 @@ from north_jax.model import Decoder, ModelConfig  # noqa: E402
 from north_jax.weights import hf  # noqa: E402
 
 pytest.register_assert_rewrite("sandbox_battery")
+
+
+@pytest.fixture
+def quickly_compiled():
+    """For programs that take seconds to compile and run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -72,14 +72,6 @@ def test_a_device_holds_an_early_chunk_and_a_late_one(c):
     assert back_BS.sharding.is_equivalent_to(batch_sharding(mesh), 2)
 
 
-@pytest.fixture
-def quickly_compiled():
-    """For programs that take seconds to compile and run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def model_results(graph):
     """(loss, hidden states in natural order), gradients."""
 

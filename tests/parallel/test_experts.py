@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -137,13 +138,9 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}, {"expert": 2, "context": 2, "tensor": 2}],
-    ids=str,
-)
-def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
-    """Attention, experts and the loss head, each on its shards, in layers that are stacked."""
+@functools.cache
+def a_decoder():
+    """(loss, parameters, batch, the loss and its gradients on one device) of stacked layers."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=1 + blocks.FEWEST, layer_types=None)
     graph, params = nnx.split(blocks.stack(Decoder(config, rngs=nnx.Rngs(0), moe="grouped"), "block"))
     ids_BS = jax.random.randint(jax.random.key(1), (8, 24), 1, CONFIG.vocab_size)
@@ -158,8 +155,26 @@ def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(sizes):
     def loss(params, batch):
         return sft_loss(nnx.merge(graph, params), batch, batch)[0]
 
-    expected = jax.jit(jax.value_and_grad(loss))(params, batch)
-    mesh = make_mesh(**sizes)
+    return loss, params, batch, jax.jit(jax.value_and_grad(loss))(params, batch)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 8},
+        {"fsdp": 8},
+        {"expert": 8},
+        {"tensor": 2},  # of two key/value heads
+        {"data": 2, "fsdp": 2, "expert": 2},
+        {"expert": 4, "tensor": 2},
+        {"expert": 2, "context": 2, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_the_loss_of_a_decoder_and_its_gradients_are_one_devices(quickly_compiled, sizes):
+    """Attention, experts and the loss head, each on its shards; context alone is in test_context.py."""
+    loss, params, batch, expected = a_decoder()
+    mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         params = jax.device_put(params, parameter_shardings(mesh, params))
         found = jax.jit(jax.value_and_grad(loss))(params, jax.device_put(batch, batch_sharding(mesh)))
