@@ -46,7 +46,7 @@ from north_jax.train.loss import SFT
 from north_jax.train.optimizer import make_optimizer, make_schedule
 from north_jax.train.step import abstract_state, make_train_step
 from pallas_kernels import aot
-from tools.fit_page import page, table
+from tools.fit_page import in_gib, page, table
 from tools.fit_search import by_cost, most_tokens, named
 from tools.kernels import versions
 
@@ -168,7 +168,7 @@ def show(cell: dict) -> None:
     if "error" in cell:
         print(f"{name}\n  does not compile: {cell['error']}")
         return
-    gib = {name.removesuffix("_bytes"): size / 2**30 for name, size in cell.items() if name.endswith("_bytes")}
+    gib = in_gib(cell)
     print(
         f"{name}\n  {'fits' if cell['fits'] else 'DOES NOT FIT'} per compiler, GiB a device: parameters"
         f" {gib['parameters']:.2f}, optimizer {gib['optimizer']:.2f}, temporaries {gib['temporaries']:.2f}; total"

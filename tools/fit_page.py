@@ -19,6 +19,13 @@ td:first-child, th:first-child, td.bar { text-align: left } td.bar { width: 26re
 """
 
 
+def in_gib(cell: dict) -> dict[str, float]:
+    """Its sizes by name without "_bytes", and "sent", all transfers together."""
+    sizes = {name.removesuffix("_bytes"): size for name, size in cell.items() if name.endswith("_bytes")}
+    sizes["sent"] = sum(one["bytes"] for one in cell["collectives"])
+    return {name: size / 2**30 for name, size in sizes.items()}
+
+
 def page(versions: dict, cells: list[dict]) -> str:
     """One self-contained HTML file of the cells that `fit.figures` gives."""
     key = "".join(f'<span style="background:{colour}"></span>{name}' for name, colour in PARTS.items())
@@ -42,19 +49,18 @@ def _row(cell: dict) -> str:
     job = f"{cell['job'].upper()} {cell['sequence'] // 1024}K<br><small>{html.escape(cell['remat'])}</small>"
     if "error" in cell:
         return f'<tr><td>{name}<td>{job}<td>{cell["rows"]}<td colspan="8" class="no">{html.escape(cell["error"])}</tr>'
-    gib = {part: cell[f"{part}_bytes"] / 2**30 for part in ("parameters", "optimizer", "total", "capacity", "host")}
+    gib = in_gib(cell)
     sizes = gib["parameters"], gib["optimizer"], gib["total"] - gib["parameters"] - gib["optimizer"]
     bars = "".join(
         f'<span title="{part}: {size:.1f} GiB" style="width:{100 * size / gib["capacity"]:.2f}%;background:{colour}">'
         "</span>"
         for (part, colour), size in zip(PARTS.items(), sizes, strict=True)
     )
-    sent = sum(one["bytes"] for one in cell["collectives"]) / 2**30
     values = (
         f"{gib['total']:.1f} of {gib['capacity']:.0f}",
         "yes" if cell["fits"] else '<span class="no">no</span>',
         f"{cell['computing_seconds']:.1f}",
-        f"{sent:,.0f}",
+        f"{gib['sent']:,.0f}",
         f"{cell['sending_seconds']:.1f}",
         f"{cell['mfu_at_most']:.0%}",
         f"{cell['compile_seconds']:.0f} s<br><small>{gib['host']:.1f} GiB</small>",
@@ -76,11 +82,10 @@ def table(cells: list[dict]) -> str:
         if "error" in cell:
             lines.append(f"| {said} | {cell['error']} |")
             continue
-        gib = {key.removesuffix("_bytes"): size / 2**30 for key, size in cell.items() if key.endswith("_bytes")}
-        sent = sum(one["bytes"] for one in cell["collectives"]) / 2**30
+        gib = in_gib(cell)
         lines.append(
             f"| {said} | {gib['parameters']:.1f} | {gib['optimizer']:.1f} | {gib['total']:.1f} | {gib['capacity']:.0f}"
-            f" | {'yes' if cell['fits'] else 'no'} | {sent:,.0f} | {cell['computing_seconds']:.1f}"
+            f" | {'yes' if cell['fits'] else 'no'} | {gib['sent']:,.0f} | {cell['computing_seconds']:.1f}"
             f" | {cell['sending_seconds']:.1f} | {cell['compile_seconds']:.0f} ({cell['compile_cpu_seconds']:.0f})"
             f" | {gib['host']:.1f} |"
         )

@@ -7,7 +7,6 @@ Each parameter carries the logical name of each of its axes (`axes`); `north_jax
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from north_jax.model.cache import Cache, Tables
 from north_jax.model.config import ModelConfig
 from north_jax.model.moe import EXCHANGES
 from north_jax.model.row_cache import RowCache
-from north_jax.parallel import gathered_along, parts, to_zigzag
+from north_jax.parallel import gathered_along, to_zigzag
 from pallas_kernels import rotary
 from pallas_kernels.attention import BACKENDS as ATTENTION_KINDS
 from pallas_kernels.grouped_matmul import BACKENDS as GROUPED_KINDS
@@ -115,9 +114,7 @@ class MoE(nnx.Module):
         kind = self.kind
         if kind == "auto":
             size = D * config.intermediate_size
-            # Every expert on all tokens at once would gather a row that devices share.
-            shared = parts("sequence") > 1
-            kind = "grouped" if shared else moe.kind(config.num_experts, config.num_experts_per_tok, B * S, size)
+            kind = moe.kind(config.num_experts, config.num_experts_per_tok, B * S, size)
         if kind == "dense":
             x_ND = x_BSD.reshape(-1, D)
             logits_NE = moe.router_logits(x_ND, router_DE)
@@ -153,9 +150,9 @@ class Decoder(nnx.Module):
     `attention` names the backend of `pallas_kernels.attention` for rows. `moe` says how experts are computed: "dense",
     every expert with the result gated, is best for a few small ones; "grouped" sorts the tokens by expert and computes
     the chosen ones only, by `pallas_kernels.grouped_matmul`'s "auto"; the name of another of its backends is the same
-    by that backend. "auto" is what `moe.kind` says, and "grouped" where devices share a row. All give the same numbers.
-    `exchange` is how tokens reach grouped experts on other devices, which is `moe.mixture`'s method. For training,
-    `blocks.stack` changes how the layers are kept and run.
+    by that backend. "auto" is what `moe.kind` says. All give the same numbers. `exchange` is how tokens reach grouped
+    experts on other devices, which is `moe.mixture`'s method. For training, `blocks.stack` changes how the layers are
+    kept and run.
     """
 
     def __init__(
@@ -287,7 +284,9 @@ class Decoder(nnx.Module):
                 return jnp.zeros((len(counted_BS), self.config.num_experts), jnp.int32)
             return moe.expert_counts(indices_BSC, counted_BS, self.config.num_experts)
 
-        def through(layer: Layer, x_BSD: jax.Array, attend: Callable, name: str = "") -> tuple[jax.Array, Any]:
+        def through(
+            layer: Layer, x_BSD: jax.Array, attend: Callable, name: str = ""
+        ) -> tuple[jax.Array, jax.Array | None]:
             normed_BSD = layer.norm(x_BSD)
             attn_BSD = layer.attention.output(attend(*layer.attention.project(normed_BSD)))
             mlp_BSD, indices_BSC = layer.mlp(normed_BSD, trace, name)

@@ -63,9 +63,11 @@ def kind(E: int, C: int, N: int, size: int) -> str:
     """How C of E experts, of matrices of `size` numbers, are best computed for N tokens: "grouped" or "dense".
 
     "grouped" where many are left out, but not for a few tokens or tiny matrices: all of a few small experts cost less
-    than sorting tokens by them does.
+    than sorting tokens by them does. And "grouped" where devices share a row, which all experts on all tokens at once
+    would gather.
     """
-    return "grouped" if E >= 8 * C or (E >= 4 * C and N > FEW_TOKENS and size >= SMALL_MATRIX) else "dense"
+    few_chosen = E >= 8 * C or (E >= 4 * C and N > FEW_TOKENS and size >= SMALL_MATRIX)
+    return "grouped" if few_chosen or parts("sequence") > 1 else "dense"
 
 
 def experts_dense(
